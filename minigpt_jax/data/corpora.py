@@ -1,0 +1,408 @@
+"""Corpora: where the text comes from, as documents split into training and validation.
+
+Each corpus is a TFDS builder. It is prepared once, as ArrayRecord files below `TFDS_DATA_DIR`
+(TFDS's own variable; `~/tensorflow_datasets` without it), and read from there ever after. The
+name of a prepared data set carries the sha256 of its source and its split settings: a source
+that changes gets a new data set, and an old one is never read in its place. No TensorFlow is
+needed.
+
+To add a corpus, derive from `_CorpusBuilder`, say how to read its files and how to make documents
+of them, and name the class in `CORPORA`.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import glob
+import hashlib
+import io
+import os
+import pathlib
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import filelock
+import tensorflow_datasets as tfds
+from absl import logging
+
+T = TypeVar('T')
+Files = dict[pathlib.Path, bytes]  # in the order in which their documents are read
+
+
+class DataError(ValueError):
+    """Something about the data that the user can mend; the message is one clear line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The documents of a corpus, read from disk when they are asked for.
+
+    Attributes:
+        name: a key of `CORPORA`.
+        sha256: hex digest of the source's bytes; of a single file it is what `sha256sum` prints.
+        train: documents to learn from.
+        validation: documents to measure on; no document of `train` is among them.
+        directory: of the prepared data set; what is derived from it is cached here.
+    """
+
+    name: str
+    sha256: str
+    train: Sequence[str]
+    validation: Sequence[str]
+    directory: pathlib.Path
+
+
+def load_corpus(data: Any) -> Corpus:
+    """Prepares a corpus if this was not done before, and opens it.
+
+    Args:
+        data: the group `data` of a configuration: `corpus`, `validation_fraction` (of the
+            characters, between 0 and 1) and, for the corpus 'text', `path`.
+
+    Raises:
+        DataError: the corpus is unknown, its source cannot be read, a split would be empty, or
+            the prepared data set cannot be written.
+    """
+    builder_class = choose(CORPORA, data.corpus, 'data.corpus')
+    fraction = float(data.validation_fraction)
+    if not 0 < fraction < 1:
+        raise DataError(f'data.validation_fraction is {fraction}: it must be between 0 and 1')
+    try:
+        files = builder_class.read(data)
+    except OSError as error:
+        raise DataError(f'cannot read {error.filename}: {error.strerror}') from error
+    sha256 = _sha256(files.values())
+    config = SplitConfig(
+        name=f'{sha256[:16]}-validation-{fraction}', files=files, validation_fraction=fraction
+    )
+    builder = _prepared(builder_class, config)
+    with _quiet_tfds():
+        sources = builder.as_data_source()
+    return Corpus(
+        name=builder.name,
+        sha256=sha256,
+        train=_Documents(sources['train']),
+        validation=_Documents(sources['validation']),
+        directory=pathlib.Path(builder.data_dir),
+    )
+
+
+def choose(table: Mapping[str, T], name: str, key: str) -> T:
+    """Returns `table[name]`; else raises a DataError naming `key` and the valid choices."""
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(str(name), table, n=1)
+    hint = f' (did you mean {near[0]!r}?)' if near else ''
+    raise DataError(f'{key} is {name!r}: choose from {", ".join(map(repr, table))}{hint}')
+
+
+@contextlib.contextmanager
+def writing_to(directory: pathlib.Path) -> Iterator[None]:
+    """Turns a failure to write below `directory` into a DataError that says what to set."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f'cannot write prepared data to {directory} ({error.strerror or error}): set the '
+            'environment variable TFDS_DATA_DIR to a directory that can be written'
+        ) from error
+
+
+# The corpora.
+
+
+@dataclasses.dataclass(eq=False)
+class SplitConfig(tfds.core.BuilderConfig):
+    """What a builder makes its documents of, and how it splits them."""
+
+    # Not in the repr, since TFDS formats a configuration to log it.
+    files: Files = dataclasses.field(default_factory=dict, repr=False)
+    validation_fraction: float = 0.1
+
+
+class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Writes the documents of a corpus, a record each, to the splits 'train' and 'validation'.
+
+    It is not registered with `tfds.load`, which has no place for the source's bytes.
+
+    `VERSION` says how documents are made and split: raise it when that changes, so that data
+    sets prepared before are not read again.
+    """
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        """Reads the source; quick, since each start does it to compute the sha256.
+
+        Raises:
+            OSError: a file cannot be read.
+            DataError: there is none.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def documents(files: Files) -> Iterable[str]:
+        """Makes documents of the source; may be slow, since it is done once."""
+        raise NotImplementedError
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict({'text': tfds.features.Text()}),
+            disable_shuffling=True,  # records stay in the order of the source
+        )
+
+    def _split_generators(self, dl_manager):
+        config = self.builder_config
+        train, validation = split_documents(
+            self.documents(config.files), config.validation_fraction
+        )
+        return {
+            'train': self._generate_examples(train),
+            'validation': self._generate_examples(validation),
+        }
+
+    def _generate_examples(self, documents):
+        for key, text in enumerate(documents):
+            yield key, {'text': text}
+
+
+class PythonDocs(_CorpusBuilder, skip_registration=True):
+    """English prose that every CPython carries.
+
+    A document is a topic of the language reference or a docstring of the standard library. The
+    sources are parsed, never imported. Tests are left out, and so is what is installed beside
+    the standard library. A paragraph that occurs more than once is kept where it occurs first,
+    so that no paragraph is in both splits.
+    """
+
+    name = 'python_docs'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        root = pathlib.Path(sysconfig.get_path('stdlib'))
+        paths = sorted(_library_files(root))
+        if not paths:
+            raise DataError(
+                f'the sources of the standard library are not in {root}: this Python comes '
+                'without them; pass a text with --config.data.corpus=text --config.data.path=FILE'
+            )
+        return {path.relative_to(root): path.read_bytes() for path in paths}
+
+    @staticmethod
+    def documents(files: Files) -> Iterator[str]:
+        seen = set()
+        for path, content in files.items():
+            module = ast.parse(content)
+            texts = _topics(module) if path == _TOPICS else _docstrings(module)
+            for text in texts:
+                new = []
+                for paragraph in re.split(r'\n(?:[ \t]*\n)+', text):
+                    # Two paragraphs that differ in line breaks or indentation alone are the same.
+                    words = ' '.join(paragraph.split())
+                    if words and words not in seen:
+                        seen.add(words)
+                        new.append(paragraph.rstrip())
+                if new:
+                    yield '\n\n'.join(new)
+
+
+_TOPICS = pathlib.Path('pydoc_data/topics.py')
+
+
+def _library_files(root: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The sources below `root` that every copy of this Python version has, tests left out."""
+    for directory, subdirectories, names in os.walk(root):
+        # In place: os.walk then does not enter them, which matters for a large site-packages.
+        subdirectories[:] = [
+            name
+            for name in subdirectories
+            if name not in ('test', 'tests', 'idle_test', 'site-packages', 'dist-packages')
+            and not name.startswith('config-')  # written when this very Python was built
+        ]
+        for name in names:
+            if name.endswith('.py') and not name.startswith(('_sysconfigdata', 'sitecustomize')):
+                yield pathlib.Path(directory, name)
+
+
+def _topics(module: ast.Module) -> Iterator[str]:
+    """The values of the one dictionary of `pydoc_data.topics`, the language reference."""
+    for node in module.body:
+        if isinstance(node, ast.Assign):
+            yield from ast.literal_eval(node.value).values()
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    """The docstrings of a module and all that is defined in it, from top to bottom."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield ast.get_docstring(node) or ''  # dedented by inspect.cleandoc
+    for child in ast.iter_child_nodes(node):
+        # Expressions hold no definitions, and are most of a syntax tree.
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _docstrings(child)
+
+
+class TextFiles(_CorpusBuilder, skip_registration=True):
+    """UTF-8 text files of the user; a document is a whole file, its line ends as they are."""
+
+    name = 'text'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        return {path: path.read_bytes() for path in _text_paths(data.path)}
+
+    @staticmethod
+    def documents(files: Files) -> Iterator[str]:
+        for path, content in files.items():
+            try:
+                text = content.decode('utf-8').removeprefix('\ufeff')
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f'{path} is not UTF-8 text: byte 0x{content[error.start]:02x} at offset '
+                    f'{error.start} (iconv -f ENCODING -t UTF-8 converts it)'
+                ) from error
+            if not text.strip():
+                raise DataError(f'{path} is empty: there is no text to learn from')
+            yield text
+
+
+def _text_paths(path: str | None) -> list[pathlib.Path]:
+    """Files named by a file, a directory of .txt, a glob, or several of them between commas."""
+    if not path:
+        raise DataError("the corpus 'text' needs a file: pass --config.data.path=FILE")
+    found = {}  # a dictionary, since a file that is named twice is read once
+    parts = [path] if os.path.exists(path) else filter(None, map(str.strip, path.split(',')))
+    for part in parts:
+        here = pathlib.Path(part).expanduser()
+        if here.is_dir():
+            matches = sorted(here.rglob('*.txt'))
+            if not matches:
+                raise DataError(f'the directory {here} has no file that ends in .txt')
+        elif here.exists():  # before it is read as a glob: names may contain brackets
+            matches = [here]
+        else:
+            matches = sorted(map(pathlib.Path, glob.glob(str(here), recursive=True)))
+        matches = [match for match in matches if match.is_file()]
+        if not matches:
+            raise DataError(f'no such file: {here}{_suggestion(here)}')
+        found |= dict.fromkeys(matches)
+    return list(found)
+
+
+def _suggestion(path: pathlib.Path) -> str:
+    with contextlib.suppress(OSError):
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+        if near:
+            return f' (did you mean {path.with_name(near[0])}?)'
+    return f' (looked from {pathlib.Path.cwd()}; set --config.data.path)'
+
+
+CORPORA = {builder.name: builder for builder in (PythonDocs, TextFiles)}
+
+
+# What they share.
+
+
+def split_documents(
+    documents: Iterable[str], validation_fraction: float
+) -> tuple[list[str], list[str]]:
+    """Splits documents into training and validation, the same way each time.
+
+    A single document is cut in two, its end for validation. Of several, validation gets whole
+    ones, in an order given by their sha256, as far as they fit into its share of the characters.
+    A document that is there twice is taken once, so that it cannot be in both splits.
+
+    Raises:
+        DataError: a split would be empty.
+    """
+    documents = list(dict.fromkeys(documents))
+    total = sum(map(len, documents))
+    budget = round(total * validation_fraction)
+    if len(documents) == 1:
+        text = documents[0]
+        train, validation = [text[: total - budget]], [text[total - budget :]]
+    else:
+        chosen, used = set(), 0
+        for text in sorted(documents, key=lambda text: _sha256([text.encode()])):
+            if used + len(text) <= budget:
+                chosen.add(text)
+                used += len(text)
+        train = [text for text in documents if text not in chosen]
+        validation = [text for text in documents if text in chosen]
+    for split, texts in (('training', train), ('validation', validation)):
+        if not any(texts):
+            raise DataError(
+                f'the {split} split would be empty: none of {len(documents)} document(s) fits into '
+                f'its share of {total} characters; change data.validation_fraction '
+                f'({validation_fraction}) or join the files into one'
+            )
+    return train, validation
+
+
+class _Documents(Sequence):
+    """A TFDS data source of records {'text': bytes}, as a sequence of strings."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __len__(self):
+        return len(self._source)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._source[range(len(self))[index]]['text'].decode('utf-8')
+
+
+def _prepared(builder_class, config: SplitConfig) -> tfds.core.GeneratorBasedBuilder:
+    """Builds the data set unless it is there; safe to run in several processes at once."""
+    # Read each time: TFDS itself looks at the variable only when it is imported.
+    root = pathlib.Path(os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets').expanduser()
+
+    def build():
+        with _quiet_tfds():
+            return builder_class(data_dir=root, config=config, file_format='array_record')
+
+    builder = build()
+    directory = pathlib.Path(builder.data_dir)
+    # TFDS writes to a directory 'incomplete.*' and renames it at the end: if the final one
+    # exists, it is whole.
+    if directory.exists():
+        return builder
+    with writing_to(root):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f'{directory.parent}.lock'):
+            if not directory.exists():  # another process may have prepared it meanwhile
+                for leftover in directory.parent.glob('incomplete.*'):  # of a killed process
+                    shutil.rmtree(leftover)
+                logging.info('preparing %s (once)', builder.name)
+                with _quiet_tfds():
+                    builder.download_and_prepare()
+    return build()  # anew, since a builder reads what is on disk when it is made
+
+
+@contextlib.contextmanager
+def _quiet_tfds() -> Iterator[None]:
+    """Keeps TFDS from talking about downloads: there are none."""
+    tfds.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _sha256(contents: Iterable[bytes]) -> str:
+    """Of one content its digest; of several the digest of their digests, so that order counts."""
+    digests = [hashlib.sha256(content) for content in contents]
+    if len(digests) == 1:
+        return digests[0].hexdigest()
+    return hashlib.sha256(b''.join(digest.digest() for digest in digests)).hexdigest()

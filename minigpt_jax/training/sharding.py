@@ -1,0 +1,41 @@
+"""The mesh of devices that every step runs on, also when it is one device."""
+
+import math
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+
+def make_mesh(mesh, devices=None):
+    """A mesh with one axis, `data`, of `mesh.data` devices (-1: all of them).
+
+    Raises:
+      ValueError: if there are fewer devices than asked for.
+    """
+    devices = jax.devices() if devices is None else devices
+    count = len(devices) if mesh.data == -1 else mesh.data
+    if count > len(devices):
+        raise ValueError(
+            f'mesh.data={count}: there are {len(devices)} devices; use at most that, or -1 for all'
+        )
+    return jax.make_mesh((count,), ('data',), (AxisType.Auto,), devices=devices[:count])
+
+
+def replicated(mesh):
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh, leading_axes):
+    """Rows of a batch over `data`; they stand behind `leading_axes` axes (seeds, steps)."""
+    return NamedSharding(mesh, PartitionSpec(*(None,) * leading_axes, 'data'))
+
+
+def check_batch_size(key, batch_size, mesh):
+    """Raises ValueError, naming `key`, if the mesh cannot share a batch out evenly."""
+    devices = math.prod(mesh.shape.values())
+    if batch_size % devices:
+        raise ValueError(
+            f'{key}={batch_size}: {devices} devices need a multiple of {devices}, '
+            f'or --config.mesh.data=1 for one device'
+        )

@@ -1,0 +1,149 @@
+"""The pure functions of training: initial state, train step, evaluation.
+
+A *call* is one dispatch: `steps_per_call` (K) steps by `lax.scan`, for one seed or, with a leading
+axis E on state and batch, for several seeds by `lax.map` or `jax.vmap`. Tensor names: B batch,
+T length, K steps, E seeds, N batches.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from minigpt_jax.model.transformer import MiniGPT
+from minigpt_jax.training.losses import next_token_loss
+from minigpt_jax.training.optim import make_optimizer, make_schedule
+
+
+class TrainState(NamedTuple):
+    """All that a run is at a step. `finite` is False once a loss or gradient was not."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+    step: jax.Array
+    seed: jax.Array
+    finite: jax.Array
+
+
+def build_model(config, vocab_size):
+    """The static half of a model: merge it with parameters by `nnx.merge`. Allocates nothing."""
+    return nnx.split(_abstract_model(config, vocab_size))[0]
+
+
+def abstract_params(config, vocab_size):
+    """Shapes and dtypes of the parameters. Allocates nothing."""
+    return nnx.split(_abstract_model(config, vocab_size))[1]
+
+
+def _abstract_model(config, vocab_size):
+    return nnx.eval_shape(lambda: MiniGPT(config.model, vocab_size, rngs=nnx.Rngs(params=0)))
+
+
+def make_init(config, vocab_size):
+    """A jitted function seed -> TrainState at step 0; eager NNX initialisation takes seconds."""
+    optimizer = make_optimizer(config.optim, config.train.steps)
+
+    @jax.jit
+    def init(seed):
+        rngs = nnx.Rngs(params=jax.random.key(seed))
+        params = nnx.split(MiniGPT(config.model, vocab_size, rngs=rngs))[1]
+        return TrainState(
+            params=params,
+            opt_state=optimizer.init(params),
+            step=jnp.int32(0),
+            seed=jnp.asarray(seed, jnp.uint32),
+            finite=jnp.bool_(True),
+        )
+
+    return init
+
+
+def make_train_step(config, model):
+    """(state, tokens_BT1) -> (state, metrics): one optimizer step on one batch.
+
+    A step whose loss or gradient is not finite leaves the state as it was but for `finite`, and so
+    do all steps after it: the host finds the state that met the batch. Dropout draws from
+    fold_in(seed, step), so that nothing but the state decides a step.
+    """
+    optimizer = make_optimizer(config.optim, config.train.steps)
+    schedule = make_schedule(config.optim, config.train.steps)
+
+    def train_step(state, tokens_BT1):
+        loss, grads = jax.value_and_grad(loss_of_batch)(
+            state.params, model, tokens_BT1, dropout_key(config, state)
+        )
+        grad_norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        finite = state.finite & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        stepped = state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            step=state.step + 1,
+        )
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), stepped, state)
+        metrics = {
+            'train_loss': loss,
+            'grad_norm': grad_norm,
+            'learning_rate': schedule(state.step),
+        }
+        return kept._replace(finite=finite), metrics
+
+    return train_step
+
+
+def loss_of_batch(params, model, tokens_BT1, key):
+    """Mean next-token loss of a batch, in nats a token."""
+    logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1], dropout_key=key)
+    total, count = next_token_loss(logits_BTV, tokens_BT1[:, 1:])
+    return total / count
+
+
+def dropout_key(config, state):
+    """The key of this step's dropout, or None where the configuration has none."""
+    if not config.model.dropout_rate:
+        return None
+    return jax.random.fold_in(jax.random.key(state.seed), state.step)
+
+
+def make_train_call(config, model, seeds='separate'):
+    """(state, tokens_KBT1) -> (state, metrics of shape K): `steps_per_call` steps in one dispatch.
+
+    `seeds`: `separate` for one seed; `map` or `vmap` for a leading seed axis on everything. `map`
+    runs the seeds one after the other with the bits of separate runs; `vmap` runs them at once,
+    equal but for rounding, which pays on an accelerator.
+    """
+    return over_seeds(functools.partial(jax.lax.scan, make_train_step(config, model)), seeds)
+
+
+def make_evaluate(model, seeds='separate'):
+    """(params, tokens_NBT1, mask_NBT) -> (sum of losses, number of targets), in one dispatch."""
+
+    def evaluate(params, tokens_NBT1, mask_NBT):
+        def add(total, batch):
+            tokens_BT1, mask_BT = batch
+            logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1])
+            loss, count = next_token_loss(logits_BTV, tokens_BT1[:, 1:], mask_BT)
+            return (total[0] + loss, total[1] + count), None
+
+        zero = (jnp.float32(0), jnp.float32(0))
+        return jax.lax.scan(add, zero, (tokens_NBT1, mask_NBT))[0]
+
+    if seeds == 'separate':
+        return evaluate
+
+    def evaluate_seeds(params, tokens_NBT1, mask_NBT):
+        return over_seeds(lambda p: evaluate(p, tokens_NBT1, mask_NBT), seeds)(params)
+
+    return evaluate_seeds
+
+
+def over_seeds(function, seeds):
+    """`function` itself (`separate`), or over a leading seed axis of all of its arguments."""
+    if seeds == 'separate':
+        return function
+    if seeds == 'vmap':
+        return jax.vmap(function)
+    return lambda *args: jax.lax.map(lambda x: function(*x), args)
