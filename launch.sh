@@ -159,7 +159,7 @@ ensure_venv() {
 # Replacing the jax of a hosted notebook would lose its accelerator. No stamp here: that Python
 # belongs to somebody else, so pip is asked each time whether all is there.
 ensure_no_venv() {
-  local kept
+  local kept shown
   find_python
   "$python" -m pip --version >/dev/null 2>&1 ||
     die 1 "Python $found_version ($python) has no pip; on Debian or Ubuntu: apt install python3-pip"
@@ -169,7 +169,8 @@ for name in ("jax", "jaxlib"):
         print(f"{name}=={metadata.version(name)}")
     except metadata.PackageNotFoundError:
         pass')
-  say "installing what is missing into $python ($found_version), keeping ${kept:-no jax, since it has none} ..."
+  shown=${kept//$'\n'/ }
+  say "installing what is missing into $python ($found_version), keeping ${shown:-no jax, for it has none} ..."
   echo "$kept" >"$scratch/keep.txt"
   pip_install "$python" -c "$scratch/keep.txt"
 }

@@ -192,14 +192,14 @@ class PythonDocs(_CorpusBuilder, skip_registration=True):
                 f'the sources of the standard library are not in {root}: this Python comes '
                 'without them; pass a text with --config.data.corpus=text --config.data.path=FILE'
             )
-        return {path.relative_to(root): path.read_bytes() for path in paths}
+        return {path: path.read_bytes() for path in paths}
 
     @staticmethod
     def documents(files: Files) -> Iterator[str]:
         seen = set()
         for path, content in files.items():
             module = ast.parse(content)
-            texts = _topics(module) if path == _TOPICS else _docstrings(module)
+            texts = _topics(module) if path.match(_TOPICS) else _docstrings(module)
             for text in texts:
                 new = []
                 for paragraph in re.split(r'\n(?:[ \t]*\n)+', text):
@@ -212,7 +212,7 @@ class PythonDocs(_CorpusBuilder, skip_registration=True):
                     yield '\n\n'.join(new)
 
 
-_TOPICS = pathlib.Path('pydoc_data/topics.py')
+_TOPICS = 'pydoc_data/topics.py'
 
 
 def _library_files(root: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -241,13 +241,14 @@ def _place_axis(plot: Plot, axes: Axes, points: Sequence[Point]) -> tuple[dict[A
     places = np.sort(list(positions.values()))
     spacing = float(np.diff(places).min()) if len(places) > 1 else 1.0
     shown = [_shorten(labels[value]) for value in values]
-    room = 10 * plot.get_position().width * plot.figure.get_figwidth()  # characters
-    crowded = max(map(_width, shown), default=0) * len(shown) > room
     plot.set_xticks([positions[value] for value in values], shown)
-    if crowded:
-        plot.tick_params(axis='x', labelrotation=30)
+    inches = plot.get_position().width * plot.figure.get_figwidth()
+    if max(map(_width, shown), default=0) * len(shown) > 10 * inches:
+        # Slanted lines need twice their height of the axis each, upright ones just their height.
+        angle = 30 if inches / len(shown) > 0.35 else 90
         for label in plot.get_xticklabels():
-            label.set_horizontalalignment('right')
+            label.set(rotation=angle, ha='right', va='center' if angle == 90 else 'top')
+            label.set_rotation_mode('anchor')
     if len(places):
         plot.set_xlim(places[0] - 0.6 * spacing, places[-1] + 0.6 * spacing)
     plot.set_xlabel(tables.axis_name(axes, 0) if axes else '')

@@ -16,8 +16,14 @@ NAN = float('nan')
 
 @pytest.fixture(autouse=True)
 def quick_figures(request, monkeypatch):
-    """Drawing is slow and tested elsewhere; where pixels do not matter, fewer do."""
-    monkeypatch.setattr(figures, 'DPI', 20)
+    """Figures are made and not drawn, which is slow, but where a test asks for `real_figures`."""
+    if 'real_figures' not in request.fixturenames:
+        monkeypatch.setattr(figures, 'png', lambda figure: b'\x89PNG no pixels')
+
+
+@pytest.fixture
+def real_figures():
+    """Asks for pixels."""
 
 
 class Page(HTMLParser):
@@ -53,7 +59,7 @@ def csv_rows(workdir):
         return list(csv.DictReader(file))
 
 
-def test_report_of_one_axis(make_sweep):
+def test_report_of_one_axis(make_sweep, real_figures):
     arguments = make_sweep(axes=(HEADS,))
     text, page, _ = build(arguments)
     rows = csv_rows(arguments[0])
@@ -212,8 +218,11 @@ def test_a_learning_rate_that_is_swept_is_no_common_choice(make_sweep):
 
 def test_tokenizers_are_compared_by_bits_per_byte(make_sweep):
     axis = (('data.tokenizer',), (('char',), ('byte',)))
-    bits = {(0, seed): {'val_loss': 1.0, 'bits_per_byte': 3.0 + 0.01 * seed} for seed in range(3)}
-    bits |= {(1, seed): {'val_loss': 2.0, 'bits_per_byte': 2.0 + 0.01 * seed} for seed in range(3)}
+    bits = {(0, seed): {'val_loss': 1.0, 'bits_per_byte': 3.0 + 0.01**seed} for seed in range(3)}
+    bits |= {
+        (1, seed): {'val_loss': 2.0 + 0.01**seed, 'bits_per_byte': 2.0 + 0.01 * seed}
+        for seed in range(3)
+    }
     text, _, _ = build(make_sweep(axes=(axis,), changes=bits))
     assert 'tokenizer = byte has the lowest validation bits per byte (2.0' in text
     bits[0, 0]['bits_per_byte'] = None
@@ -294,7 +303,7 @@ def test_html_needs_nothing_from_elsewhere(make_sweep):
     assert "default-src 'none'" in text
 
 
-def test_a_rebuild_gives_the_same_bytes(make_sweep):
+def test_a_rebuild_gives_the_same_bytes(make_sweep, real_figures):
     arguments = make_sweep(axes=(HEADS,))
     names = ('results.csv', 'report.md', 'report.html', 'figures/loss.png')
     build(arguments)

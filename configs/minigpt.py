@@ -1,0 +1,69 @@
+"""MiniGPT on English prose: the base that every decoder recipe builds on.
+
+    python -m minigpt_jax.train --config=configs/minigpt.py
+
+Trains one model of 0.8 M parameters on the documentation that comes with Python. Any value can be
+changed on the command line, `--config.model.num_heads=8`, or swept (see configs/heads_sweep.py).
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config(variant=''):
+    if variant:
+        raise ValueError(f'configs/minigpt.py has no variant {variant!r}; it takes none')
+    c = ConfigDict()
+    c.seed = 0  # drives initialisation, dropout and the order of batches
+
+    c.data = ConfigDict()
+    c.data.corpus = 'python_docs'  # python_docs, text
+    c.data.path = placeholder(str)  # corpus text: file(s), UTF-8
+    c.data.tokenizer = 'char'
+    c.data.batch_size = 16  # sequences a step
+    c.data.validation_fraction = 0.1  # share of the corpus held out
+
+    c.model = ConfigDict()
+    c.model.d_model = 128  # width of the residual stream
+    c.model.num_heads = 4  # must divide d_model
+    c.model.d_ff = placeholder(int)  # feed-forward hidden width; None: 4 · d_model
+    c.model.num_layers = 4
+    c.model.context_length = 64  # tokens
+    c.model.norm_placement = 'pre'  # pre, post
+    c.model.positions = 'learned'  # learned, sinusoidal
+    c.model.activation = 'gelu'  # gelu, relu
+    c.model.attention_form = 'fused'  # fused, per_head: the same function, fast or as in a textbook
+    c.model.attention = 'auto'  # implementation of dot-product attention
+    c.model.dropout_rate = 0.0
+    c.model.tie_embeddings = True  # the output layer is the embedding table
+    c.model.use_bias = False  # biases of dense layers and norms
+
+    c.optim = ConfigDict()
+    c.optim.learning_rate = 2e-3  # peak
+    c.optim.schedule = 'cosine'  # cosine, constant
+    c.optim.warmup_steps = 100
+    c.optim.final_learning_rate = 2e-4  # at the end of the cosine
+    c.optim.b1 = 0.9
+    c.optim.b2 = 0.99
+    c.optim.weight_decay = 0.1  # of matrices and tables
+    c.optim.clip_norm = 1.0  # global gradient norm; 0: off
+
+    c.train = ConfigDict()
+    c.train.steps = 2000
+    c.train.steps_per_call = 20  # steps in one dispatch; all intervals are multiples of it
+    c.train.seeds = 'auto'  # auto, separate, map, vmap: how the seeds of a point train together
+    c.train.log_every = 20  # steps
+    c.train.checkpoint_every = 500  # steps
+    c.train.keep = 2  # checkpoints
+
+    c.eval = ConfigDict()
+    c.eval.every = 500  # steps
+    c.eval.batch_size = 64  # sequences
+    c.eval.sample_prompt = placeholder(str)  # None: the first words of the validation text
+    c.eval.sample_tokens = 300  # generated when training ends
+
+    c.mesh = ConfigDict()
+    c.mesh.data = -1  # devices that share a batch; -1: all
+
+    c.sweep = ()  # axes: (('model.num_heads', (1, 2, 4)), ('seed', (0, 1, 2)))
+    return c

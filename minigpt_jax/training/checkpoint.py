@@ -1,0 +1,141 @@
+"""Checkpoints of a run, and the one door to a trained run."""
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
+
+from minigpt_jax.data.tokenizers import tokenizer_from_dict
+from minigpt_jax.training import steps
+from minigpt_jax.training.config import read_config, write_json
+from minigpt_jax.training.optim import parameter_name
+
+
+class RunError(ValueError):
+    """A run directory that cannot be used: one line, what is wrong and what would be right."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, `run_dir/checkpoints/<step>/`, by Orbax.
+
+    A save goes on in the background and appears whole or not at all. `keep` newest ones stay.
+    """
+
+    def __init__(self, run_dir, keep=None):
+        self._directory = run_dir.resolve() / 'checkpoints'
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+
+    def steps(self):
+        """Steps with a finished checkpoint, newest first."""
+        if not self._directory.exists():
+            return []
+        return sorted(self._manager.all_steps(), reverse=True)
+
+    def save(self, step, state):
+        """Begins to save a state; `state` may be donated as soon as this returns."""
+        # The next train call overwrites the buffers of `state` in place, while this save still
+        # reads: hand Orbax a copy of its own.
+        copies = jax.tree.map(jnp.copy, _named(state))
+        self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
+
+    def restore(self, step, abstract_state):
+        """The state saved at `step`, in the structure and shardings of `abstract_state`.
+
+        Raises:
+          RunError: if it cannot be read.
+        """
+        leaves, tree = jax.tree.flatten(abstract_state)
+        names = list(_named(abstract_state))
+        try:
+            args = ocp.args.StandardRestore(dict(zip(names, leaves, strict=True)))
+            restored = self._manager.restore(step, args=args)
+        # A damaged checkpoint shows as any of a dozen types, from KeyError to XlaRuntimeError.
+        except Exception as error:
+            raise RunError(
+                f'{self._directory / str(step)}: unreadable checkpoint '
+                f'({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""})'
+            ) from error
+        return jax.tree.unflatten(tree, [restored[name] for name in names])
+
+    def delete_after(self, step):
+        """Removes checkpoints newer than `step`: a resumed run will write them again."""
+        for newer in self.steps():
+            if newer > step:
+                self._manager.delete(newer)
+
+    def close(self):
+        """Waits for a save that is under way."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _named(state):
+    """{'params.blocks.0.…': array}: names that do not depend on the classes of the tree."""
+    return {
+        parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+class Run(NamedTuple):
+    """A trained run: its configuration, tokenizer, and the two halves of its model."""
+
+    config: ConfigDict
+    tokenizer: Any
+    model: Any
+    params: Any
+    step: int
+
+
+def write_tokenizer(run_dir, tokenizer):
+    """Writes `tokenizer.json`; a run is complete without its corpus."""
+    write_json(run_dir / 'tokenizer.json', tokenizer.to_dict())
+
+
+def load_run(workdir):
+    """The one door to a trained run: its newest readable checkpoint, ready for `nnx.merge`.
+
+    Raises:
+      RunError: if `workdir` holds no run, a whole sweep, or no readable checkpoint.
+    """
+    config = read_config(workdir) if workdir.is_dir() else None
+    if config is None:
+        raise RunError(f'{workdir}: no config.json there; --workdir takes a directory that train wrote')
+    if (workdir / 'points').is_dir():
+        runs = sorted(path.parent for path in workdir.glob('points/*/seed-*/tokenizer.json'))
+        hint = f'for example --workdir={runs[0]}' if runs else 'none has been trained yet'
+        raise RunError(f'{workdir}: a sweep; choose one of its runs, {hint}')
+    tokenizer_file = workdir / 'tokenizer.json'
+    checkpoints = Checkpoints(workdir)
+    if not tokenizer_file.exists() or not checkpoints.steps():
+        raise RunError(f'{workdir}: no checkpoint yet; train it first, with the same --workdir')
+    tokenizer = tokenizer_from_dict(json.loads(tokenizer_file.read_text()))
+    state = jax.eval_shape(steps.make_init(config, tokenizer.vocab_size), 0)
+    step, state = restore_newest([checkpoints], state)
+    checkpoints.close()
+    model = steps.build_model(config, tokenizer.vocab_size)
+    return Run(config, tokenizer, model, state[0].params, step)
+
+
+def restore_newest(all_checkpoints, abstract_state):
+    """(step, [state of each]) at the newest step that all of these runs can be read at.
+
+    An unreadable checkpoint is named and skipped. (0, None) where the runs have none at all.
+
+    Raises:
+      RunError: if there are checkpoints but none can be read.
+    """
+    common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
+    error = None
+    for step in sorted(common, reverse=True):
+        try:
+            return step, [c.restore(step, abstract_state) for c in all_checkpoints]
+        except RunError as e:
+            error = e
+            print(f'{e}; trying the one before', flush=True)
+    if error is not None:
+        raise RunError(f'{error}; none before it is readable: remove them to start again')
+    return 0, None

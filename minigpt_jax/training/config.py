@@ -1,0 +1,276 @@
+"""Configurations: what may stand in them, what is derived, and what a result was made with."""
+
+import difflib
+import importlib.metadata
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from minigpt_jax.data.corpora import CORPORA
+from minigpt_jax.data.tokenizers import TOKENIZERS
+from minigpt_jax.model.attention import ATTENTION_FORMS, IMPLEMENTATIONS
+from minigpt_jax.model.positions import POSITIONS
+from minigpt_jax.model.transformer import ACTIVATIONS, NORM_PLACEMENTS
+from minigpt_jax.training.optim import SCHEDULES
+
+SEED_MODES = ('auto', 'separate', 'map', 'vmap')
+
+
+class ConfigError(ValueError):
+    """A configuration that a user can mend: one line, what is wrong and what would be right."""
+
+
+class ImpossibleError(ConfigError):
+    """Keys that are well-formed one by one but cannot be true together."""
+
+
+def _one_of(choices):
+    def check(value):
+        if value not in choices:
+            return f'choose from {", ".join(choices)}{_nearest(str(value), choices)}'
+
+    return check
+
+
+def _number(test, what):
+    return lambda value: None if math.isfinite(value) and test(value) else f'must be {what}'
+
+
+_positive = _number(lambda x: x > 0, 'above 0')
+_not_negative = _number(lambda x: x >= 0, '0 or more')
+_below_one = _number(lambda x: 0 <= x < 1, 'at least 0 and below 1')
+_fraction = _number(lambda x: 0 < x < 1, 'between 0 and 1')
+_seed = _number(lambda x: 0 <= x < 2**31, 'from 0 to 2147483647')
+_devices = _number(lambda x: x == -1 or x > 0, 'above 0, or -1 for all devices')
+
+
+def _anything(value):
+    return None
+
+
+# Every key that a configuration holds: its type and what its value must satisfy. A key of type
+# `(type, None)` is a placeholder: None until `resolve` or the data decides.
+KEYS = {
+    'seed': (int, _seed),
+    'sweep': (tuple, _anything),
+    'data.corpus': (str, _one_of(CORPORA)),
+    'data.path': ((str, None), _anything),
+    'data.tokenizer': (str, _one_of(TOKENIZERS)),
+    'data.batch_size': (int, _positive),
+    'data.validation_fraction': (float, _fraction),
+    'model.d_model': (int, _positive),
+    'model.num_heads': (int, _positive),
+    'model.d_ff': ((int, None), _positive),
+    'model.num_layers': (int, _positive),
+    'model.context_length': (int, _positive),
+    'model.norm_placement': (str, _one_of(NORM_PLACEMENTS)),
+    'model.positions': (str, _one_of(POSITIONS)),
+    'model.activation': (str, _one_of(ACTIVATIONS)),
+    'model.attention_form': (str, _one_of(ATTENTION_FORMS)),
+    'model.attention': (str, _one_of(IMPLEMENTATIONS)),
+    'model.dropout_rate': (float, _below_one),
+    'model.tie_embeddings': (bool, _anything),
+    'model.use_bias': (bool, _anything),
+    'optim.learning_rate': (float, _not_negative),
+    'optim.schedule': (str, _one_of(SCHEDULES)),
+    'optim.warmup_steps': (int, _not_negative),
+    'optim.final_learning_rate': (float, _not_negative),
+    'optim.b1': (float, _below_one),
+    'optim.b2': (float, _below_one),
+    'optim.weight_decay': (float, _not_negative),
+    'optim.clip_norm': (float, _not_negative),
+    'train.steps': (int, _positive),
+    'train.steps_per_call': (int, _positive),
+    'train.seeds': (str, _one_of(SEED_MODES)),
+    'train.log_every': (int, _positive),
+    'train.checkpoint_every': (int, _positive),
+    'train.keep': (int, _number(lambda x: x >= 2, '2 or more')),
+    'eval.every': (int, _positive),
+    'eval.batch_size': (int, _positive),
+    'eval.sample_prompt': ((str, None), _anything),
+    'eval.sample_tokens': (int, _not_negative),
+    'mesh.data': (int, _devices),
+}
+
+# A workdir of the same configuration is resumed. These may change without making it another one.
+NOT_COMPARED = ('sweep', 'train.seeds', 'train.log_every', 'mesh.')
+
+
+def _nearest(name, names):
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f'; did you mean {" or ".join(close)}?' if close else ''
+
+
+def unknown_key(key):
+    """One line for a key that does not exist, with the nearest that do."""
+    known = list(KEYS) + sorted({name.split('.')[0] for name in KEYS if '.' in name})
+    # A mistyped leaf is mostly right in its last word, a mistyped group in all but its first.
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    if not close:
+        last = key.rsplit('.', 1)[-1]
+        close = [name for name in known if last == name.rsplit('.', 1)[-1]]
+    hint = f'; did you mean {" or ".join(close)}?' if close else f'; keys: {", ".join(KEYS)}'
+    return f'{key}: no such configuration key{hint}'
+
+
+def flatten(config):
+    """{'model.num_heads': 4, …}: every leaf of a configuration under its dotted key."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict | dict):
+            flat |= {f'{key}.{name}': leaf for name, leaf in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def get_key(config, key):
+    """The value under a dotted key."""
+    return flatten(config)[key]
+
+
+def with_values(config, values):
+    """A copy of `config` with other values, `{'model.num_heads': 8}`, checked as overrides are.
+
+    Raises:
+      ConfigError: for an unknown key, a wrong type or choice.
+    """
+    copy = ConfigDict(config)
+    with copy.unlocked():
+        for key, value in values.items():
+            value = _checked(key, value)
+            group, _, leaf = key.rpartition('.')
+            (copy[group] if group else copy)[leaf] = value
+    return copy
+
+
+def _checked(key, value):
+    if key not in KEYS:
+        raise ConfigError(unknown_key(key))
+    kind, check = KEYS[key]
+    optional = isinstance(kind, tuple)
+    kind = kind[0] if optional else kind
+    if value is None and optional:
+        return None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is tuple and isinstance(value, list):
+        value = tuple(value)
+    if type(value) is not kind:
+        raise ConfigError(
+            f'{key}={value!r}: expected {kind.__name__}, got {type(value).__name__}'
+        )
+    if complaint := check(value):
+        raise ConfigError(f'{key}={value!r}: {complaint}')
+    return value
+
+
+def resolve(config):
+    """A copy of `config`, complete and checked: derived values filled in, every key valid.
+
+    `model.d_ff` of None becomes 4 · d_model (Vaswani et al. 2017 and GPT-2 both use 4).
+
+    Raises:
+      ConfigError: for a missing or unknown key, a wrong type, an unknown choice.
+      ImpossibleError: for values that contradict each other.
+    """
+    flat = flatten(config)
+    if missing := [key for key in KEYS if key not in flat]:
+        raise ConfigError(f'{missing[0]}: missing; build on get_config() of configs/minigpt.py')
+    config = with_values(config, flat)
+    with config.unlocked():
+        if config.model.d_ff is None:
+            config.model.d_ff = 4 * config.model.d_model
+    _check_together(config)
+    return config
+
+
+def _check_together(config):
+    d_model, num_heads = config.model.d_model, config.model.num_heads
+    if d_model % num_heads:
+        divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
+        raise ImpossibleError(
+            f'model.num_heads={num_heads}: does not divide model.d_model={d_model}; '
+            f'head counts that do: {", ".join(map(str, divisors))}'
+        )
+    per_call = config.train.steps_per_call
+    for key in ('train.steps', 'train.log_every', 'train.checkpoint_every', 'eval.every'):
+        value = get_key(config, key)
+        if value % per_call:
+            raise ImpossibleError(
+                f'{key}={value}: must be a multiple of train.steps_per_call={per_call}, '
+                f'for example {per_call * max(1, round(value / per_call))}'
+            )
+    if config.optim.schedule == 'cosine' and config.optim.warmup_steps >= config.train.steps:
+        raise ImpossibleError(
+            f'optim.warmup_steps={config.optim.warmup_steps}: must be below '
+            f'train.steps={config.train.steps}'
+        )
+
+
+def differences(old, new):
+    """Keys whose change makes a workdir another experiment: {key: (old, new)}."""
+
+    def plain(value):
+        return list(map(plain, value)) if isinstance(value, list | tuple) else value
+
+    old, new = flatten(old), flatten(new)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if not key.startswith(NOT_COMPARED) and plain(old.get(key)) != plain(new.get(key))
+    }
+
+
+def describe_environment(corpus):
+    """What produced a result: command, packages, device, git commit, corpus."""
+    packages = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+    device = jax.devices()[0]
+    return {
+        'command': ' '.join(['python', '-m', 'minigpt_jax.train', *sys.argv[1:]]),
+        'packages': {name: importlib.metadata.version(name) for name in packages},
+        'python': sys.version.split()[0],
+        'device': f'{len(jax.devices())} × {device.device_kind} ({device.platform})',
+        **_git_state(),
+        'corpus': corpus.name,
+        'corpus_sha256': corpus.sha256,
+        'unknown_share': corpus.unknown_share,
+        'vocab_size': corpus.tokenizer.vocab_size,
+    }
+
+
+def _git_state():
+    def git(*arguments):
+        root = Path(__file__).parent
+        done = subprocess.run(['git', *arguments], cwd=root, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        commit, changes = git('rev-parse', 'HEAD'), git('status', '--porcelain')
+    except FileNotFoundError:  # no git on this machine
+        commit = changes = None
+    return {'git_commit': commit, 'git_clean': None if changes is None else not changes}
+
+
+def write_config(run_dir, config, environment):
+    """Writes `config.json`: the resolved configuration and what it was run with."""
+    write_json(run_dir / 'config.json', {'config': config.to_dict(), 'environment': environment})
+
+
+def read_config(run_dir):
+    """The configuration in `config.json`, or None where there is no such file."""
+    path = run_dir / 'config.json'
+    return ConfigDict(json.loads(path.read_text())['config']) if path.exists() else None
+
+
+def write_json(path, value):
+    """Writes `value` as JSON, atomically: a reader finds the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f'.{path.name}.part')
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n')
+    temporary.replace(path)
