@@ -352,3 +352,15 @@ def test_test_after_training_adds_what_it_needs(launcher):
     launcher.run('test')
     launcher.run()
     assert len(launcher.installs()) == 2
+
+
+def test_changed_test_group_is_installed_but_other_settings_of_the_project_are_not(launcher):
+    project = launcher.repo / 'pyproject.toml'
+    launcher.run('test')
+    project.write_text(project.read_text().replace('line-length = 100', 'line-length = 99'))
+    launcher.run('test')
+    assert len(launcher.installs()) == 1
+    project.write_text(project.read_text().replace('"pytest>=', '"another>=1", "pytest>='))
+    launcher.run('test')
+    assert len(launcher.installs()) == 2
+    assert 'another>=1\n' in (launcher.stub / 'pip-r').read_text()

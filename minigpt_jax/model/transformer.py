@@ -154,3 +154,16 @@ class MiniGPT(nnx.Module):
         return [
             init_cache(batch_size, self.context_length, *self.cache_shape) for _ in self.blocks
         ]
+
+
+def flops_per_token(config, vocab_size):
+    """Floating-point operations of training on one token; a multiply-add is two.
+
+    forward = 2 · weights of all products + 4·L·T·D for scores and weighted sums (each 2·T·D a
+    layer, masked or not); forward and backward = 3 · forward. The number of heads is not in it.
+
+    Source: Kaplan et al. 2020, section 2.1; with the context term 4·L·T·D counted in full.
+    """
+    D, F, L, T = config.d_model, config.d_ff, config.num_layers, config.context_length
+    weights = L * (4 * D * D + 2 * D * F) + vocab_size * D
+    return 3 * (2 * weights + 4 * L * T * D)

@@ -243,7 +243,7 @@ def _place_axis(plot: Plot, axes: Axes, points: Sequence[Point]) -> tuple[dict[A
     shown = [_shorten(labels[value]) for value in values]
     plot.set_xticks([positions[value] for value in values], shown)
     inches = plot.get_position().width * plot.figure.get_figwidth()
-    if max(map(_width, shown), default=0) * len(shown) > 10 * inches:
+    if max(map(_width, shown), default=0) * len(shown) > 13 * inches:  # letters an inch
         # Slanted lines need twice their height of the axis each, upright ones just their height.
         angle = 30 if inches / len(shown) > 0.35 else 90
         for label in plot.get_xticklabels():

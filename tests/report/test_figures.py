@@ -50,6 +50,7 @@ AXIS = [('model.num_heads',)]
 def test_powers_of_two_stand_at_their_logarithm():
     places = ticks(figures.loss_figure(AXIS, points((1,), (2,), (4,), (16,))))
     assert places == {'1': 0, '2': 1, '4': 2, '16': 4}
+    assert ticks(figures.loss_figure(AXIS, points((8,), (2,)))) == {'8': 3, '2': 1}
 
 
 def test_a_wide_range_is_logarithmic_and_a_narrow_one_is_not():
@@ -121,6 +122,18 @@ def test_a_run_on_its_way_to_infinity_does_not_set_the_scale():
     assert any(line.get_marker() == 'x' for line in figure.axes[0].lines)
 
 
+def test_the_mean_curve_is_of_the_runs_that_ended_well():
+    (point,) = points((1,), seeds=1)
+    lost = {**point.rows[0], 'seed': 1, 'status': 'failed'}
+    half = {'train_loss': [(1, 8.0), (50, 7.0)], 'val_loss': []}
+    sweep = [Point('p0', point.values, (*point.rows, lost))]
+    figure = figures.learning_curves(AXIS, sweep, {('p0', 0): CURVE, ('p0', 1): half})
+    thin = [line for line in figure.axes[0].lines if line.get_linewidth() < 1]
+    (thick,) = (line for line in figure.axes[0].lines if line.get_marker() == 'o')
+    assert list(thick.get_ydata()) == [9.0, 2.5, 2.0]
+    assert len(thin) == 2
+
+
 def test_many_points_get_a_colour_bar():
     sweep = points(*((2**i,) for i in range(9)))
     figure = figures.learning_curves(AXIS, sweep, {(p.name, 0): CURVE for p in sweep})
@@ -139,10 +152,14 @@ def test_no_axis_is_one_place():
     assert ticks(figures.loss_figure([], points(()))) == {'all seeds': 0}
 
 
-@pytest.mark.parametrize('count', [2, 9, 14])
-def test_tick_labels_do_not_overlap(count):
-    values = [(f'/some/long/path/number-{i}/text.txt',) for i in range(count)]
-    figure = figures.cost_figure([('data.path',)], points(*values))
+@pytest.mark.parametrize(
+    ('count', 'label'),
+    [(4, 'learned {}'), (2, '/a/long/path/{}/text.txt'), (9, '/한글/{}.txt'), (14, 'number-{}')],
+)
+def test_tick_labels_do_not_overlap(count, label):
+    figure = figures.cost_figure(
+        [('data.path',)], points(*((label.format(i),) for i in range(count)))
+    )
     drawn(figure)
     renderer = figure._get_renderer()
     for plot in figure.axes:

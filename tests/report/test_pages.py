@@ -251,6 +251,19 @@ def test_samples_are_shown_literally(make_sweep):
     assert len([tag for tag, _ in seen.elements if tag == 'h1']) == 1
 
 
+def test_the_sample_is_of_the_first_run_that_ended_well(make_sweep):
+    changes = {(0, 0): {'status': 'diverged'}}
+    workdir, axes, run_dirs = make_sweep(axes=(HEADS,), changes=changes)
+    for run_dir in run_dirs:
+        (run_dir / 'samples.txt').write_text('/'.join(run_dir.parts[-2:]))
+    _, _, text = build((workdir, axes, run_dirs))
+    assert [sample.strip() for sample in Page(text).pre[:3]] == [
+        'p0-1/seed-1',
+        'p1-4/seed-0',
+        'p2-16/seed-0',
+    ]
+
+
 @pytest.mark.parametrize(
     'evil',
     [

@@ -1,0 +1,91 @@
+"""What every command shares: flags, one line for an error that a user can mend, devices."""
+
+import os
+import pathlib
+import shutil
+import sys
+
+import jax
+from absl import app, flags
+
+from minigpt_jax.training.config import unknown_key
+
+
+def run_command(main):
+    """Runs `main()`, which returns an exit status, with parsed flags.
+
+    Errors of flags, configuration, data or files end in one line on stderr and exit status 2.
+    """
+
+    def parse(argv):
+        try:
+            rest = flags.FLAGS(argv)
+            if len(rest) > 1:
+                fail(f'unexpected argument {rest[1]!r}; flags look like --name=value')
+            return rest
+        except AttributeError as error:
+            fail(_unknown_attribute(argv, error))
+        except FileNotFoundError as error:
+            fail(f'--config: no such file: {error.filename or error}')
+        # Configuration files are Python: what they raise is for their author, in one line.
+        except (flags.Error, TypeError, ValueError, KeyError, ImportError, SyntaxError) as error:
+            fail(str(error))
+
+    def guarded(_):
+        try:
+            sys.exit(main())
+        except (ValueError, OSError) as error:
+            fail(str(error))
+        except KeyboardInterrupt:
+            print('\ninterrupted: run the same command again to continue', file=sys.stderr)
+            sys.exit(130)
+
+    app.run(guarded, flags_parser=parse)
+
+
+def fail(message):
+    """Prints one line and ends the command with exit status 2."""
+    print(f'error: {" ".join(str(message).split())}', file=sys.stderr)
+    sys.exit(2)
+
+
+def _unknown_attribute(argv, error):
+    for argument in argv[1:]:
+        name = argument.lstrip('-').split('=')[0]
+        key = name.removeprefix('config.')
+        if name != key and (message := unknown_key(key)):
+            known = _known(key)
+            if not known:
+                return message
+    return str(error)
+
+
+def _known(key):
+    from minigpt_jax.training.config import KEYS
+
+    return key in KEYS
+
+
+def use_compilation_cache():
+    """Keeps compiled programs between commands, in the user's cache directory.
+
+    `JAX_COMPILATION_CACHE_DIR` names another place; set it empty to switch the cache off.
+    """
+    if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+        home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+        jax.config.update('jax_compilation_cache_dir', str(pathlib.Path(home) / 'minigpt_jax'))
+    # Without these two, small programs are compiled anew every time.
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+    jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+def print_devices():
+    """Prints the devices that jax found, and how to get at a GPU that it did not."""
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    print(f'devices: {len(devices)} × {", ".join(kinds)} ({devices[0].platform})')
+    has_gpu = shutil.which('nvidia-smi') or pathlib.Path('/proc/driver/nvidia/version').exists()
+    if devices[0].platform == 'cpu' and has_gpu:
+        print(
+            "a GPU is present that jax does not see; this may fix it: pip install -U 'jax[cuda13]'"
+        )

@@ -1,0 +1,282 @@
+"""Many runs: the points of a sweep, one after the other, and their report."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+from ml_collections import ConfigDict
+
+from minigpt_jax.data.batches import check_length, load_tokenized
+from minigpt_jax.report.tables import parameter_table
+from minigpt_jax.training import sharding, steps
+from minigpt_jax.training.checkpoint import RunError
+from minigpt_jax.training.config import (
+    ConfigError,
+    ImpossibleError,
+    describe_environment,
+    differences,
+    get_key,
+    read_config,
+    resolve,
+    with_values,
+    write_config,
+    write_json,
+)
+from minigpt_jax.training.loop import Program, sample_prompt, seed_mode, train
+from minigpt_jax.training.optim import parameter_name
+
+FINISHED = ('ok', 'diverged')
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A combination of a sweep's axes other than seed.
+
+    Attributes:
+      slug: its directory below `points/`; None where there is no sweep.
+      values: {'model.num_heads': 4, …}.
+      config: resolved, but for the seed; None if impossible.
+      error: why it is impossible.
+    """
+
+    slug: str | None
+    values: dict
+    seeds: tuple
+    config: ConfigDict | None
+    error: str | None = None
+
+    def run_dir(self, workdir, seed):
+        if self.slug is None:
+            return workdir
+        return workdir / 'points' / self.slug / f'seed-{seed}'
+
+
+def read_axes(sweep):
+    """The axes of `config.sweep`, checked: a list of (keys, rows), each row a value for each key.
+
+    Raises:
+      ConfigError: naming the axis whose structure is wrong.
+    """
+    example = "(('model.num_heads', (1, 2, 4)), ('seed', (0, 1, 2)))"
+    axes = []
+    for axis in sweep:
+        if not (isinstance(axis, tuple | list) and len(axis) == 2):
+            raise ConfigError(f'sweep: {axis!r} is not an axis; an axis is (key, values): {example}')
+        keys, rows = axis
+        joint = not isinstance(keys, str)
+        if not isinstance(rows, tuple | list) or not rows:
+            raise ConfigError(f'sweep: the values of {keys!r} must be a tuple such as (1, 2, 4)')
+        keys = tuple(keys) if joint else (keys,)
+        rows = [tuple(row) if joint else (row,) for row in rows]
+        for row in rows:
+            if len(row) != len(keys):
+                raise ConfigError(f'sweep: {row!r} must have a value for each of {keys}')
+        if len(set(rows)) < len(rows):
+            raise ConfigError(f'sweep: a value of {" and ".join(keys)} stands twice')
+        axes.append((keys, rows))
+    names = [key for keys, _ in axes for key in keys]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f'sweep: {name} is on two axes')
+        if name == 'sweep' or name.startswith('mesh.') or name == 'train.seeds':
+            raise ConfigError(f'sweep: {name} cannot be an axis: it is not part of an experiment')
+    if any('seed' in keys and len(keys) > 1 for keys, _ in axes):
+        raise ConfigError('sweep: seed must be an axis of its own')
+    return axes
+
+
+def expand(config):
+    """The points of a configuration, in the order of its axes; one point without a sweep.
+
+    A point whose values contradict each other is there, with its error.
+
+    Raises:
+      ConfigError: for a wrong key, type or choice, or a sweep of the wrong structure.
+    """
+    axes = read_axes(config.sweep)
+    seeds = next((tuple(row[0] for row in rows) for keys, rows in axes if keys == ('seed',)), None)
+    for seed in seeds or ():
+        with_values(config, {'seed': seed})
+    axes = [axis for axis in axes if axis[0] != ('seed',)]
+    points = []
+    for rows in itertools.product(*(rows for _, rows in axes)):
+        values = {
+            key: value
+            for (keys, _), row in zip(axes, rows, strict=True)
+            for key, value in zip(keys, row, strict=True)
+        }
+        swept = with_values(config, values)
+        names = [f'{key.split(".")[-1]}-{_safe(value)}' for key, value in values.items()]
+        slug = ('_'.join(names) or 'base') if config.sweep else None
+        try:
+            resolved, error = resolve(swept), None
+        except ImpossibleError as e:
+            resolved, error = None, str(e)
+        points.append(Point(slug, values, seeds or (config.seed,), resolved, error))
+    slugs = [point.slug for point in points]
+    if len(set(slugs)) < len(slugs):
+        raise ConfigError('sweep: two points would share a directory; give their values other names')
+    return points
+
+
+def _safe(value):
+    """A value as part of a directory's name."""
+    return ''.join(c if c.isalnum() or c in '.+-' else '_' for c in str(value))
+
+
+def run(config, workdir, only_point=None):
+    """Trains every run of a configuration that is not finished, then writes the report.
+
+    A point that is impossible or fails is recorded with its reason, and the others go on; run
+    again, only those and the unfinished are tried.
+
+    Args:
+      config: as read from its file, with overrides.
+      workdir: where the run, or the sweep, is kept.
+      only_point: index of the only point to train, for job arrays.
+
+    Returns:
+      The exit status: see DESIGN.md, Commands.
+
+    Raises:
+      ConfigError, DataError, RunError: before anything is trained or written.
+    """
+    points = expand(config)
+    if only_point is not None and not 0 <= only_point < len(points):
+        raise ConfigError(f'--point={only_point}: points go from 0 to {len(points) - 1}')
+    if points[0].slug is None and points[0].error:
+        raise ImpossibleError(points[0].error)
+    _check_workdir(workdir, config if config.sweep else points[0].config)
+    prepared = [_prepare(point) for point in points]
+    points, corpora = [point for point, _ in prepared], [corpus for _, corpus in prepared]
+    _print_parameters(points, corpora)
+    if config.sweep:
+        known = [corpus for corpus in corpora if corpus is not None]
+        write_config(workdir, config, describe_environment(known[0]) if known else {})
+
+    for index, (point, corpus) in enumerate(zip(points, corpora, strict=True)):
+        if only_point in (None, index):
+            _run_point(point, corpus, workdir, f'[{index + 1}/{len(points)}] {point.slug or ""}')
+
+    # Imported here since matplotlib takes longer to import than a finished sweep to read.
+    from minigpt_jax.report.pages import write_report
+
+    axes = [keys for keys, _ in read_axes(config.sweep) if keys != ('seed',)]
+    run_dirs = [point.run_dir(workdir, seed) for point in points for seed in point.seeds]
+    print('\n' + write_report(workdir, axes, run_dirs))
+    trained = points if only_point is None else [points[only_point]]
+    statuses = {
+        _status(point.run_dir(workdir, seed)) for point in trained for seed in point.seeds
+    }
+    good = {'ok'} if points[0].slug is None else set(FINISHED)
+    return 0 if statuses <= good else 1
+
+
+def _check_workdir(workdir, config):
+    """Refuses a workdir of another configuration, naming the keys that differ."""
+    if workdir.exists() and not workdir.is_dir():
+        raise RunError(f'{workdir}: a file; --workdir takes a directory')
+    old = read_config(workdir)
+    if old is None or not (changed := differences(old, config)):
+        return
+    what = '; '.join(f'{key} was {was!r}, is {now!r}' for key, (was, now) in changed.items())
+    raise RunError(
+        f'{workdir}: holds another configuration: {what}; '
+        f'choose a fresh directory, for example --workdir={workdir}-2'
+    )
+
+
+_corpora = {}
+
+
+def _prepare(point):
+    """Loads the corpus of a point and checks what depends on it: (point, corpus)."""
+    if point.config is None:
+        return point, None
+    try:
+        key = json.dumps(point.config.data.to_dict())
+        corpus = _corpora.get(key) or _corpora.setdefault(key, load_tokenized(point.config.data))
+        length = point.config.model.context_length
+        check_length(corpus.train_tokens, length, 'training')
+        check_length(corpus.validation_tokens, length, 'validation')
+        sample_prompt(point.config, corpus)
+        mesh = sharding.make_mesh(point.config.mesh)
+        for key in ('data.batch_size', 'eval.batch_size'):
+            sharding.check_batch_size(key, get_key(point.config, key), mesh)
+        return point, corpus
+    except ValueError as error:
+        # Where no axis can be the cause, every point has this fault: say so before any training.
+        if not any(key.startswith(('data.', 'eval.', 'model.context')) for key in point.values):
+            raise
+        return dataclasses.replace(point, config=None, error=str(error)), None
+
+
+def _print_parameters(points, corpora):
+    """Prints the parameter table of the first possible point: name, shape, count."""
+    for point, corpus in zip(points, corpora, strict=True):
+        if corpus is not None:
+            params = steps.abstract_params(point.config, corpus.tokenizer.vocab_size)
+            rows = [
+                (parameter_name(path), x.shape, x.size)
+                for path, x in jax.tree_util.tree_leaves_with_path(params)
+            ]
+            print(f'parameters of {point.slug or "the model"}:\n{parameter_table(rows)}\n')
+            return
+
+
+def _status(run_dir):
+    path = run_dir / 'summary.json'
+    return json.loads(path.read_text())['status'] if path.exists() else 'unfinished'
+
+
+def _run_point(point, corpus, workdir, name):
+    """Trains the unfinished seeds of a point, together or one by one, and records failures."""
+    pending = [s for s in point.seeds if _status(point.run_dir(workdir, s)) not in FINISHED]
+    if not pending:
+        print(f'{name}: finished')
+        return
+    if point.config is None:
+        _record(point, workdir, pending, 'invalid', point.error)
+        return
+    together = seed_mode(point.config) != 'separate'
+    groups = [pending] if together else [[seed] for seed in pending]
+    program = None
+    for group in groups:
+        try:
+            program = program or Program(point.config, corpus, len(group))
+            _train_group(point, program, workdir, group, name)
+        except (OSError, RunError):
+            raise  # a full disk or a damaged directory will not get better by going on
+        except Exception as error:
+            _record(point, workdir, group, 'failed', f'{type(error).__name__}: {error}')
+
+
+def _train_group(point, program, workdir, seeds, name):
+    run_dirs = [point.run_dir(workdir, seed) for seed in seeds]
+    environment = describe_environment(program.corpus)
+    for seed, run_dir in zip(seeds, run_dirs, strict=True):
+        config = with_values(point.config, {'seed': seed, 'sweep': ()})
+        _check_workdir(run_dir, config)
+        write_config(run_dir, config, environment)
+    print(
+        f'{name}: seeds {", ".join(map(str, seeds))}; compiled in {program.compile_s:.1f} s, '
+        f'{program.peak_memory_mb:,.0f} MiB a seed',
+        flush=True,
+    )
+    for summary in train(program, seeds, run_dirs, _identity(point), name):
+        if summary['error']:
+            print(f'{name} seed {summary["seed"]}: {summary["status"]}: {summary["error"]}')
+
+
+def _identity(point):
+    return {'point': point.slug or 'base', 'axes': point.values}
+
+
+def _record(point, workdir, seeds, status, error):
+    """Leaves a summary of runs that came to nothing, with the reason in one line."""
+    error = error.splitlines()[0]
+    print(f'{point.slug or "base"}: {status}: {error}', flush=True)
+    for seed in seeds:
+        summary = {**_identity(point), 'seed': seed, 'status': status, 'error': error}
+        write_json(point.run_dir(workdir, seed) / 'summary.json', summary)
