@@ -17,8 +17,9 @@ def get_config(variant=''):
     c.eval.every = 200
     c.data.validation_fraction = 0.05
     c.sweep = (('model.num_heads', (1, 2, 4, 8, 16)), ('seed', (0, 1, 2)))
-    if variant:
-        VARIANTS[variant](c)
+    if variant not in VARIANTS:
+        raise ValueError(f'no variant {variant!r} of heads_sweep.py: {", ".join(VARIANTS)}')
+    VARIANTS[variant](c)
     return c
 
 
@@ -65,4 +66,4 @@ def accelerator(c):
     c.sweep = (('model.num_heads', (1, 2, 3, 6, 12, 24, 48)), ('seed', (0, 1, 2)))
 
 
-VARIANTS = {f.__name__: f for f in (quick, shakespeare, fixed_d_head, accelerator)}
+VARIANTS = {'': lambda c: None} | {f.__name__: f for f in (quick, shakespeare, fixed_d_head, accelerator)}

@@ -2,13 +2,14 @@
 
 import os
 import pathlib
+import re
 import shutil
 import sys
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
-from minigpt_jax.training.config import unknown_key
+from minigpt_jax.training.config import KEYS, unknown_key
 
 
 def run_command(main):
@@ -20,22 +21,22 @@ def run_command(main):
     def parse(argv):
         try:
             rest = flags.FLAGS(argv)
+            if not flags.FLAGS['verbosity'].present:
+                logging.set_verbosity(logging.WARNING)  # Orbax tells of every save
             if len(rest) > 1:
                 fail(f'unexpected argument {rest[1]!r}; flags look like --name=value')
             return rest
-        except AttributeError as error:
-            fail(_unknown_attribute(argv, error))
-        except FileNotFoundError as error:
-            fail(f'--config: no such file: {error.filename or error}')
-        # Configuration files are Python: what they raise is for their author, in one line.
-        except (flags.Error, TypeError, ValueError, KeyError, ImportError, SyntaxError) as error:
-            fail(str(error))
+        except (AttributeError, KeyError) as error:
+            fail(_mistyped(argv, error))
+        except (flags.Error, ValueError, TypeError, OSError, ImportError) as error:
+            missing = re.search("No such file or directory: '(.*?)'", str(error))
+            fail(f'--config: no such file: {missing[1]}' if missing else error)
 
     def guarded(_):
         try:
             sys.exit(main())
         except (ValueError, OSError) as error:
-            fail(str(error))
+            fail(error)
         except KeyboardInterrupt:
             print('\ninterrupted: run the same command again to continue', file=sys.stderr)
             sys.exit(130)
@@ -49,21 +50,14 @@ def fail(message):
     sys.exit(2)
 
 
-def _unknown_attribute(argv, error):
+def _mistyped(argv, error):
+    """The line for a key of `--config.…` that does not exist; ml_collections names no other."""
     for argument in argv[1:]:
-        name = argument.lstrip('-').split('=')[0]
-        key = name.removeprefix('config.')
-        if name != key and (message := unknown_key(key)):
-            known = _known(key)
-            if not known:
-                return message
-    return str(error)
-
-
-def _known(key):
-    from minigpt_jax.training.config import KEYS
-
-    return key in KEYS
+        flag = argument.lstrip('-').split('=')[0]
+        key = flag.removeprefix('config.')
+        if key != flag and key not in KEYS:
+            return unknown_key(key)
+    return error
 
 
 def use_compilation_cache():

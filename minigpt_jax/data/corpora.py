@@ -381,7 +381,7 @@ def _prepared(builder_class, config: SplitConfig) -> tfds.core.GeneratorBasedBui
             if not directory.exists():  # another process may have prepared it meanwhile
                 for leftover in directory.parent.glob('incomplete.*'):  # of a killed process
                     shutil.rmtree(leftover)
-                logging.info('preparing %s (once)', builder.name)
+                print(f'preparing {builder.name} (once)', flush=True)
                 with _quiet_tfds():
                     builder.download_and_prepare()
     return build()  # anew, since a builder reads what is on disk when it is made

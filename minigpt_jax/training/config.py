@@ -140,7 +140,7 @@ def with_values(config, values):
     Raises:
       ConfigError: for an unknown key, a wrong type or choice.
     """
-    copy = ConfigDict(config)
+    copy = config.copy_and_resolve_references()
     with copy.unlocked():
         for key, value in values.items():
             value = _checked(key, value)

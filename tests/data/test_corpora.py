@@ -227,10 +227,8 @@ def test_a_changed_file_or_split_is_never_read_from_what_was_prepared_before(tmp
 PREPARE = """
 import os, pathlib, sys, time
 import ml_collections
-from absl import logging
 from minigpt_jax.data import corpora
 
-logging.set_verbosity(logging.INFO)
 directory = pathlib.Path(sys.argv[1])
 generate = corpora.TextFiles._generate_examples
 def disturbed(self, documents):
