@@ -58,7 +58,7 @@ def get_config(variant=''):
 
     c.eval = ConfigDict()
     c.eval.every = 500  # steps
-    c.eval.batch_size = 64  # sequences
+    c.eval.batch_size = 16  # sequences at once; does not change the result
     c.eval.sample_prompt = placeholder(str)  # None: the first words of the validation text
     c.eval.sample_tokens = 300  # generated when training ends
 

@@ -4,10 +4,13 @@ import os
 import pathlib
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
+# Most of the suite's time is compiling tiny programs, whose speed does not matter.
 os.environ['XLA_FLAGS'] = (
-    os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+    os.environ.get('XLA_FLAGS', '')
+    + ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 )
 
+import jax
 import pytest
 
 from configs import minigpt
@@ -32,6 +35,8 @@ def _own_caches(tmp_path_factory):
     root = tmp_path_factory.mktemp('caches')
     os.environ['TFDS_DATA_DIR'] = str(root / 'tfds')
     os.environ['JAX_COMPILATION_CACHE_DIR'] = str(root / 'xla')
+    jax.config.update('jax_compilation_cache_dir', str(root / 'xla'))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
 
 
 @pytest.fixture(scope='session')
@@ -48,7 +53,7 @@ def tiny_config(path=None, **values):
     c = minigpt.get_config()
     c.data.corpus, c.data.path = 'text', None if path is None else str(path)
     c.data.batch_size = 8
-    c.model.d_model, c.model.num_heads, c.model.num_layers = 16, 2, 2
+    c.model.d_model, c.model.num_heads, c.model.num_layers = 16, 2, 1
     c.model.context_length = 8
     c.optim.warmup_steps = 2
     c.train.steps, c.train.steps_per_call, c.train.log_every = 12, 2, 2

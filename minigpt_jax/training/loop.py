@@ -176,11 +176,11 @@ def train(program, seeds, run_dirs, identity, name):
         values = [{} for _ in seeds]
         if logs:
             values = [_log_values(program.of_seed(metrics, e)) for e in range(len(seeds))]
-            losses['loss'] = np.mean([v['train_loss'] for v, ok in zip(values, now_finite) if ok])
+            losses['loss'] = np.mean([value['train_loss'] for value in values])
         if evaluates:
             for value, val_loss in zip(values, evaluate(program, state), strict=True):
                 value['val_loss'] = val_loss
-            losses['val_loss'] = np.mean([v['val_loss'] for v, ok in zip(values, now_finite) if ok])
+            losses['val_loss'] = np.mean([value['val_loss'] for value in values])
         steps_done = step - window_step
         timing = {
             'seconds': seconds / len(seeds),
@@ -216,7 +216,8 @@ def train(program, seeds, run_dirs, identity, name):
             outcome = {'status': 'ok', 'error': None, **_final_metrics(run_dir)}
         else:
             outcome = {'status': 'diverged', 'error': diagnose(program, own)}
-        summaries.append(summarize(program, seed, run_dir, identity, outcome))
+        outcome = {**identity, 'seed': seed, 'steps': int(own.step), **outcome}
+        summaries.append(summarize(program, run_dir, outcome))
     return summaries
 
 
@@ -295,20 +296,16 @@ def _final_metrics(run_dir):
     }
 
 
-def summarize(program, seed, run_dir, identity, outcome):
-    """Writes and returns `summary.json`: the run's row of results.csv."""
+def summarize(program, run_dir, outcome):
+    """Writes and returns `summary.json`: the run's row of results.csv, from what came of it."""
     config, corpus = program.config, program.corpus
     timing = read_lines(run_dir / 'timing.jsonl')
-    lines = read_lines(run_dir / 'metrics.jsonl')
-    steps_done = lines[-1]['step'] if lines else 0
     val_loss = outcome.get('val_loss')
     bits = None
     if val_loss is not None and not corpus.unknown_share:
         nats = val_loss * (len(corpus.validation_tokens) - 1)
         bits = nats / math.log(2) / corpus.validation_bytes
     summary = {
-        **identity,
-        'seed': seed,
         'num_heads': config.model.num_heads,
         'd_head': config.model.d_model // config.model.num_heads,
         'd_model': config.model.d_model,
@@ -318,10 +315,7 @@ def summarize(program, seed, run_dir, identity, outcome):
         'num_params': sum(
             x.size for x in jax.tree.leaves(steps.abstract_params(config, program.vocab_size))
         ),
-        'steps': steps_done,
-        'tokens_seen': steps_done * tokens_per_step(config),
-        'train_loss': outcome.get('train_loss'),
-        'val_loss': val_loss,
+        'tokens_seen': outcome['steps'] * tokens_per_step(config),
         'val_perplexity': None if val_loss is None else math.exp(val_loss),
         'bits_per_byte': bits,
         'tokens_per_second': _median(timing, 'tokens_per_second'),
@@ -330,8 +324,7 @@ def summarize(program, seed, run_dir, identity, outcome):
         'peak_memory_mb': program.peak_memory_mb,
         'compile_s': program.compile_s / program.num_seeds,
         'train_s': sum(line['seconds'] for line in timing),
-        'status': outcome['status'],
-        'error': outcome['error'],
+        **outcome,
     }
     write_json(run_dir / 'summary.json', summary)
     return summary

@@ -75,7 +75,7 @@ def make_train_step(config, model):
         loss, grads = jax.value_and_grad(loss_of_batch)(
             state.params, model, tokens_BT1, dropout_key(config, state)
         )
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         finite = state.finite & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         stepped = state._replace(

@@ -1,0 +1,186 @@
+"""Whole commands, as a user types them: exit status, what they print, what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+TINY = [
+    '--config.data.corpus=text', '--config.data.batch_size=8', '--config.model.d_model=16',
+    '--config.model.num_heads=2', '--config.model.num_layers=1', '--config.model.context_length=8',
+    '--config.optim.warmup_steps=2', '--config.train.steps=12', '--config.train.steps_per_call=2',
+    '--config.train.log_every=2', '--config.train.checkpoint_every=4', '--config.eval.every=4',
+    '--config.eval.sample_tokens=12', '--config.mesh.data=1',
+]  # fmt: skip
+
+
+def run(module, *arguments, check=True, **kwargs):
+    """Runs `python -m minigpt_jax.<module>` from the repository root."""
+    done = subprocess.run(
+        [sys.executable, '-m', f'minigpt_jax.{module}', *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=300, **kwargs,
+    )  # fmt: skip
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope='module')
+def korean(tmp_path_factory):
+    """A run on Korean text, under a Korean name, by the command."""
+    root = tmp_path_factory.mktemp('korean')
+    path = root / '글.txt'
+    path.write_text('민지는 책을 다 읽고 그것을 가방에 넣었다.\n' * 60)
+    done = run('train', '--config=configs/minigpt.py', *TINY, f'--config.data.path={path}',
+               f'--workdir={root / "run"}')  # fmt: skip
+    return root / 'run', path, done
+
+
+def test_train_prints_devices_parameters_progress_and_the_table(korean):
+    _, _, done = korean
+    for expected in ('devices: ', 'embed.embedding', 'total', 'step 12/12', 'val loss', 'report:'):
+        assert expected in done.stdout
+    assert 'Traceback' not in done.stderr
+    assert 'I1' not in done.stderr  # no library's log lines on the terminal
+
+
+def test_a_single_run_leaves_its_files_and_a_report(korean):
+    workdir, path, _ = korean
+    names = {p.name for p in workdir.iterdir()}
+    assert names >= {
+        'config.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json', 'checkpoints', 'samples.txt',
+        'tensorboard', 'results.csv', 'report.md', 'report.html', 'figures',
+    }  # fmt: skip
+    written = json.loads((workdir / 'config.json').read_text())
+    assert written['config']['data']['path'] == str(path)
+    environment = written['environment']
+    assert {'jax', 'flax'} <= set(environment['packages'])
+    assert environment['device'].endswith('(cpu)')
+    assert len(environment['corpus_sha256']) == 64
+
+
+def test_korean_text_trains_and_samples(korean):
+    workdir, *_ = korean
+    sample = (workdir / 'samples.txt').read_text()
+    assert sample.startswith('지는') or '민지는' in sample or '책을' in sample
+    done = run('sample', f'--workdir={workdir}', '--prompt=민지는 ', '--num_tokens=9',
+               '--temperature=0', '--num_samples=2')  # fmt: skip
+    first, second, *_ = done.stdout.split('-' * 80 + '\n')
+    assert first.startswith('민지는 ')
+    assert len(first.rstrip('\n')) == len('민지는 ') + 9 or '\n' in first
+    assert second.startswith(first.rstrip('\n'))  # greedy: both samples are the same
+
+
+def test_sample_says_when_the_window_slides_and_follows_its_seed(korean):
+    workdir, *_ = korean
+    common = ('sample', f'--workdir={workdir}', '--prompt=책', '--temperature=1')
+    short = run(*common, '--num_tokens=7').stdout
+    assert 'window slid' not in short
+    long = [run(*common, '--num_tokens=30', f'--seed={seed}').stdout for seed in (0, 0, 1)]
+    assert 'the window slid' in long[0]
+    assert long[0] == long[1] != long[2]
+
+
+SAMPLE_ERRORS = {
+    'an unknown symbol': (['--prompt=책zz'], "unknown to the tokenizer of this run: 'z'"),
+    'an empty prompt': (['--prompt='], 'the prompt is empty'),
+    'a negative temperature': (['--prompt=책', '--temperature=-1'], 'temperature'),
+    'top_p above 1': (['--prompt=책', '--top_p=2'], 'top_p'),
+    'a number that is none': (['--prompt=책', '--num_tokens=x'], 'num_tokens'),
+    'no prompt': ([], 'prompt'),
+}
+
+
+@pytest.mark.parametrize(('arguments', 'line'), SAMPLE_ERRORS.values(), ids=SAMPLE_ERRORS)
+def test_sample_answers_bad_input_with_one_line(korean, arguments, line):
+    assert_one_line(run('sample', f'--workdir={korean[0]}', *arguments, check=False), line)
+
+
+def test_sample_refuses_a_directory_that_is_no_run(korean, tmp_path):
+    for workdir in (tmp_path, tmp_path / 'nowhere', korean[0] / 'config.json'):
+        done = run('sample', f'--workdir={workdir}', '--prompt=a', check=False)
+        assert_one_line(done, 'no config.json there')
+
+
+def assert_one_line(done, line, status=2):
+    assert done.returncode == status
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert 'Traceback' not in done.stdout + done.stderr
+
+
+TRAIN_ERRORS = {
+    'no config': ([], '--config is missing'),
+    'a config that is not there': (['--config=configs/nope.py'], 'no such file: configs/nope.py'),
+    'a variant that is not there': (['--config=configs/heads_sweep.py:qick'], 'quick, shakespeare'),
+    'a mistyped leaf': (
+        ['--config=configs/minigpt.py', '--config.model.num_head=3'],
+        'did you mean model.num_heads',
+    ),
+    'a mistyped group': (
+        ['--config=configs/minigpt.py', '--config.modle.num_heads=3'],
+        'did you mean model.num_heads',
+    ),
+    'a mistyped key at the top': (
+        ['--config=configs/minigpt.py', '--config.sede=3'], 'did you mean seed'
+    ),
+    'a mistyped flag': (['--config=configs/minigpt.py', '--wrkdir=x'], 'workdir'),
+    'a wrong type': (['--config=configs/minigpt.py', '--config.model.num_heads=x'], 'num_heads'),
+    'a wrong choice': (
+        ['--config=configs/minigpt.py', '--config.model.positions=sinusoid'],
+        'did you mean sinusoidal',
+    ),
+    'a sweep of the wrong structure': (
+        ['--config=configs/minigpt.py', '--config.sweep=3'], 'is not an axis'
+    ),
+    'heads that do not divide the width': (
+        ['--config=configs/minigpt.py', '--config.model.num_heads=3'], 'head counts that do'
+    ),
+    'no path': (['--config=configs/minigpt.py', '--config.data.corpus=text'], 'data.path'),
+    'a path that is not there': (
+        ['--config=configs/minigpt.py', '--config.data.corpus=text', '--config.data.path=nope.txt'],
+        'no such file: nope.txt',
+    ),
+    'a stray argument': (['--config=configs/minigpt.py', 'heads'], "unexpected argument 'heads'"),
+    'a point that is not there': (
+        ['--config=configs/heads_sweep.py:quick', '--point=4'], 'points go from 0 to 3'
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(('arguments', 'line'), TRAIN_ERRORS.values(), ids=TRAIN_ERRORS)
+def test_train_answers_bad_input_with_one_line_and_leaves_nothing(tmp_path, arguments, line):
+    workdir = tmp_path / 'run'
+    assert_one_line(run('train', *arguments, f'--workdir={workdir}', check=False), line)
+    assert not workdir.exists()
+
+
+TEXT_ERRORS = {
+    'empty': (b'', 'empty'),
+    'not UTF-8': (b'good text ' * 50 + b'\xff' + b' more' * 50, 'byte 500'),
+    'too short': (b'ab', 'tokens'),
+}
+
+
+@pytest.mark.parametrize(('content', 'line'), TEXT_ERRORS.values(), ids=TEXT_ERRORS)
+def test_train_names_what_is_wrong_with_a_text(tmp_path, content, line):
+    path = tmp_path / 'text.txt'
+    path.write_bytes(content)
+    done = run('train', '--config=configs/minigpt.py', *TINY, f'--config.data.path={path}',
+               f'--workdir={tmp_path / "run"}', check=False)  # fmt: skip
+    assert_one_line(done, line)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_train_refuses_the_workdir_of_another_configuration(korean):
+    workdir, path, _ = korean
+    before = (workdir / 'summary.json').read_bytes()
+    done = run('train', '--config=configs/minigpt.py', *TINY, f'--config.data.path={path}',
+               '--config.train.steps=24', f'--workdir={workdir}', check=False)  # fmt: skip
+    assert_one_line(done, 'train.steps was 12, is 24')
+    assert f'--workdir={workdir}-2' in done.stderr
+    assert (workdir / 'summary.json').read_bytes() == before

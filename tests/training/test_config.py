@@ -1,0 +1,96 @@
+"""Configurations: derived values, checks, and the line that each mistake gets."""
+
+import pytest
+
+from configs import heads_sweep, minigpt, shakespeare_char
+from minigpt_jax.training.config import (
+    KEYS,
+    ConfigError,
+    ImpossibleError,
+    differences,
+    flatten,
+    resolve,
+    with_values,
+)
+from tests.conftest import tiny_config
+
+RECIPES = [minigpt.get_config(), shakespeare_char.get_config()]
+RECIPES += [heads_sweep.get_config(variant) for variant in heads_sweep.VARIANTS]
+
+
+@pytest.mark.parametrize('config', RECIPES)
+def test_every_recipe_holds_exactly_the_known_keys_and_resolves(config):
+    assert set(flatten(config)) == set(KEYS)
+    resolve(config)
+
+
+def test_the_hidden_width_is_derived_after_overrides():
+    assert resolve(tiny_config(**{'model.d_model': 48})).model.d_ff == 192
+    assert resolve(tiny_config(**{'model.d_ff': 7})).model.d_ff == 7
+
+
+def test_changing_a_copy_leaves_the_original_alone():
+    config = tiny_config()
+    changed = with_values(config, {'model.num_heads': 4, 'optim.learning_rate': 1})
+    assert (changed.model.num_heads, changed.optim.learning_rate) == (4, 1.0)
+    assert config.model.num_heads == 2
+    resolve(config)
+    assert config.model.d_ff is None
+
+
+@pytest.mark.parametrize(
+    ('values', 'line'),
+    [
+        ({'model.num_head': 2}, 'model.num_head: no such configuration key; did you mean model.num_heads'),
+        ({'modle.d_model': 2}, 'did you mean model.d_model'),
+        ({'model.num_heads': '2'}, "model.num_heads='2': expected int, got str"),
+        ({'model.num_heads': True}, 'expected int, got bool'),
+        ({'model.num_heads': 2.0}, 'expected int, got float'),
+        ({'model.use_bias': 1}, 'expected bool, got int'),
+        ({'model.positions': None}, 'expected str, got NoneType'),
+        ({'model.positions': 'sinusoid'}, 'choose from learned, sinusoidal; did you mean sinusoidal'),
+        ({'model.dropout_rate': 1.0}, 'at least 0 and below 1'),
+        ({'optim.learning_rate': float('nan')}, 'must be 0 or more'),
+        ({'model.num_layers': 0}, 'must be above 0'),
+        ({'seed': -1}, 'must be from 0 to 2147483647'),
+        ({'train.keep': 1}, 'must be 2 or more'),
+        ({'mesh.data': 0}, 'or -1 for all devices'),
+    ],
+)
+def test_a_wrong_value_gets_one_line(values, line):
+    with pytest.raises(ConfigError) as caught:
+        with_values(tiny_config(), values)
+    assert line in str(caught.value)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('values', 'line'),
+    [
+        ({'model.num_heads': 3}, 'does not divide model.d_model=16; head counts that do: 1, 2, 4'),
+        ({'train.log_every': 3}, 'must be a multiple of train.steps_per_call=2, for example 4'),
+        ({'train.steps': 13}, 'train.steps=13: must be a multiple'),
+        ({'optim.warmup_steps': 12}, 'optim.warmup_steps=12: must be below train.steps=12'),
+    ],
+)
+def test_values_that_contradict_each_other_are_impossible(values, line):
+    with pytest.raises(ImpossibleError) as caught:
+        resolve(tiny_config(**values))
+    assert line in str(caught.value)
+
+
+def test_a_missing_key_is_named():
+    config = tiny_config()
+    del config.model.norm_placement
+    with pytest.raises(ConfigError, match='model.norm_placement: missing'):
+        resolve(config)
+
+
+def test_differences_leave_out_topology_axes_and_logging():
+    a = resolve(tiny_config())
+    same = with_values(
+        a, {'mesh.data': 8, 'sweep': (('seed', (0, 1)),), 'train.seeds': 'map', 'train.log_every': 4}
+    )
+    assert differences(a, same) == {}
+    other = with_values(a, {'model.num_heads': 4, 'seed': 3})
+    assert differences(a, other) == {'model.num_heads': (2, 4), 'seed': (0, 3)}

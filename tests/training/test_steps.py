@@ -1,0 +1,232 @@
+"""The step: several steps, seeds or devices in one program change no numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from minigpt_jax.training import optim, sharding, steps
+from minigpt_jax.training.config import resolve
+from tests.conftest import tiny_config
+
+V = 13
+
+
+@functools.cache
+def setting(**values):
+    config = resolve(tiny_config(**{k.replace('__', '.'): v for k, v in values.items()}))
+    return config, steps.build_model(config, V), steps.make_init(config, V)
+
+
+@functools.cache
+def train_call(mode='separate', **values):
+    config, model, _ = setting(**values)
+    return jax.jit(steps.make_train_call(config, model, mode))
+
+
+def batches(num_steps, seed=0, batch_size=8, context_length=8):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, V, (num_steps, batch_size, context_length + 1)).astype(np.int32)
+
+
+def assert_same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+DROPOUT = dict(model__dropout_rate=0.2)
+
+
+def test_several_steps_in_a_call_equal_as_many_calls():
+    init = setting(**DROPOUT)[2]
+    call, tokens_KBT1 = train_call(**DROPOUT), batches(6)
+    at_once, metrics = call(init(0), tokens_KBT1)
+    one_by_one, losses = init(0), []
+    for tokens_BT1 in tokens_KBT1:
+        one_by_one, m = call(one_by_one, tokens_BT1[None])
+        losses.append(m['train_loss'][0])
+    assert_same_bits(at_once, one_by_one)
+    # A loop of one step is unrolled, and its reported loss summed in another order.
+    np.testing.assert_allclose(metrics['train_loss'], losses, rtol=1e-6)
+    assert len(set(map(float, losses))) == 6
+    assert int(at_once.step) == int(one_by_one.step) == 6
+    programs = [call.lower(init(0), tokens_KBT1[:k]).as_text() for k in (1, 6)]
+    assert 'tensor<6x8x9xi32>' in programs[1]
+    assert 'tensor<6x8x9xi32>' not in programs[0]
+
+
+def stacked(init, seeds):
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(init, seeds))
+
+
+def test_mapped_seeds_have_the_bits_of_separate_runs():
+    init = setting(**DROPOUT)[2]
+    seeds, tokens_EKBT1 = (0, 5, 7), np.stack([batches(4, seed) for seed in (0, 5, 7)])
+    mapped, metrics = train_call('map', **DROPOUT)(stacked(init, seeds), tokens_EKBT1)
+    for e, seed in enumerate(seeds):
+        state, own_metrics = train_call(**DROPOUT)(init(seed), tokens_EKBT1[e])
+        assert_same_bits(jax.tree.map(lambda x, e=e: x[e], mapped), state)
+        assert_same_bits(jax.tree.map(lambda x, e=e: x[e], metrics), own_metrics)
+    assert (np.diff(metrics['train_loss'][:, 0]) != 0).all()
+    programs = {
+        mode: train_call(mode, **DROPOUT).lower(stacked(init, seeds), tokens_EKBT1).as_text()
+        for mode in ('map', 'vmap')
+    }
+    assert programs['map'] != programs['vmap']
+
+
+def test_batched_seeds_equal_separate_runs_but_for_rounding():
+    init = setting(**DROPOUT)[2]
+    seeds, tokens_EKBT1 = (0, 5), np.stack([batches(2, seed) for seed in (0, 5)])
+    _, metrics = train_call('vmap', **DROPOUT)(stacked(init, seeds), tokens_EKBT1)
+    for e, seed in enumerate(seeds):
+        _, own_metrics = train_call(**DROPOUT)(init(seed), tokens_EKBT1[e])
+        np.testing.assert_allclose(
+            metrics['train_loss'][e], own_metrics['train_loss'], rtol=1e-5
+        )
+
+
+def test_eight_devices_equal_one():
+    config, model, init = setting(**DROPOUT)
+    results, devices_used = [], []
+    for count in (1, 8):
+        mesh = sharding.make_mesh(resolve(tiny_config(**{'mesh.data': count})).mesh)
+        everywhere, rows = sharding.replicated(mesh), sharding.batch_sharding(mesh, 1)
+        call = jax.jit(
+            steps.make_train_call(config, model),
+            in_shardings=(everywhere, rows),
+            out_shardings=everywhere,
+        )
+        tokens = jax.device_put(batches(5), rows)
+        devices_used.append(len({shard.device for shard in tokens.addressable_shards}))
+        compiled = call.lower(init(0), tokens).compile()
+        results.append(compiled(jax.device_put(init(0), everywhere), tokens))
+        reduces = 'all-reduce' in compiled.as_text()
+        assert reduces == (count == 8)  # the two are different programs
+    assert devices_used == [1, 8]
+    (state, metrics), (other_state, other_metrics) = results
+    np.testing.assert_allclose(metrics['train_loss'], other_metrics['train_loss'], rtol=1e-5)
+    np.testing.assert_allclose(metrics['grad_norm'], other_metrics['grad_norm'], rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), state.params, other_state.params
+    )
+
+
+def test_a_batch_that_the_devices_cannot_share_evenly_is_refused():
+    mesh = sharding.make_mesh(resolve(tiny_config(**{'mesh.data': 8})).mesh)
+    sharding.check_batch_size('data.batch_size', 16, mesh)
+    with pytest.raises(ValueError, match='data.batch_size=12: 8 devices need a multiple of 8'):
+        sharding.check_batch_size('data.batch_size', 12, mesh)
+    with pytest.raises(ValueError, match='there are 8 devices'):
+        sharding.make_mesh(resolve(tiny_config(**{'mesh.data': 9})).mesh)
+
+
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was():
+    init = setting()[2]
+    good, _ = train_call()(init(0), batches(2))
+    broken = good._replace(
+        params=jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), good.params)
+    )
+    after, metrics = train_call()(broken, batches(2))
+    assert np.isnan(metrics['train_loss']).all()
+    assert not after.finite
+    assert_same_bits(after._replace(finite=broken.finite), broken)
+    # Once the flag is down, a sound state does not go on either.
+    stopped, _ = train_call()(good._replace(finite=jnp.bool_(False)), batches(2))
+    assert_same_bits(stopped.params, good.params)
+
+
+def test_one_broken_seed_does_not_stop_the_others():
+    init = setting()[2]
+    states = [init(0), init(1)]
+    states[0] = states[0]._replace(params=jax.tree.map(lambda x: x * jnp.nan, states[0].params))
+    tokens = np.stack([batches(2, 0), batches(2, 1)])
+    after, _ = train_call('map')(jax.tree.map(lambda *x: jnp.stack(x), *states), tokens)
+    np.testing.assert_array_equal(after.finite, [False, True])
+    np.testing.assert_array_equal(after.step, [0, 2])
+
+
+def test_dropout_follows_seed_and_step():
+    config, model, init = setting(**DROPOUT)
+    state = init(0)
+    loss = jax.jit(
+        lambda state: steps.loss_of_batch(
+            state.params, model, batches(1)[0], steps.dropout_key(config, state)
+        )
+    )
+    variants = [state, state._replace(step=jnp.int32(1)), state._replace(seed=jnp.uint32(1))]
+    assert len({float(loss(s)) for s in variants}) == 3
+    assert loss(state) == loss(state)
+    assert steps.dropout_key(setting()[0], state) is None
+
+
+def test_evaluation_counts_every_unmasked_token_once():
+    _, model, init = setting()
+    params = init(0).params
+    tokens_NBT1 = batches(3)
+    mask_NBT = np.random.default_rng(1).random((3, 8, 8)) < 0.7
+    total, count = jax.jit(steps.make_evaluate(model))(params, tokens_NBT1, mask_NBT)
+    flat = tokens_NBT1.reshape(24, 9)
+    log_p = jax.nn.log_softmax(nnx.merge(model, params)(flat[:, :-1]))
+    nll = -np.take_along_axis(np.asarray(log_p), flat[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(total, nll[mask_NBT.reshape(24, 8)].sum(), rtol=1e-5)
+    assert count == mask_NBT.sum()
+
+
+# The optimizer.
+
+
+def test_learning_rate_rises_linearly_and_falls_by_half_a_cosine():
+    config = resolve(
+        tiny_config(
+            **{'optim.learning_rate': 1.0, 'optim.warmup_steps': 4, 'train.steps': 24,
+               'optim.final_learning_rate': 0.1}
+        )
+    )
+    schedule = optim.make_schedule(config.optim, 24)
+    expected = [0, 0.25, 0.5, 0.75] + [
+        0.1 + 0.9 * (1 + np.cos(np.pi * t / 20)) / 2 for t in range(21)
+    ]
+    np.testing.assert_allclose([schedule(t) for t in range(25)], expected, atol=1e-6)
+    config.optim.schedule = 'constant'
+    schedule = optim.make_schedule(config.optim, 24)
+    np.testing.assert_allclose([schedule(t) for t in (0, 2, 4, 20)], [0, 0.5, 1, 1], atol=1e-6)
+
+
+def test_weight_decay_acts_on_matrices_and_tables_alone():
+    config, _, init = setting(
+        model__use_bias=True, optim__weight_decay=0.5, optim__learning_rate=0.1,
+        optim__warmup_steps=0,
+    )
+    params = jax.tree.map(jnp.ones_like, init(0).params)
+    optimizer = optim.make_optimizer(config.optim, 12)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    moved = {
+        optim.parameter_name(path): float(jnp.abs(update).max())
+        for path, update in jax.tree_util.tree_leaves_with_path(updates)
+    }
+    decayed = {name for name, size in moved.items() if size > 0}
+    assert decayed == {n for n in moved if n.endswith(('kernel', 'embedding', 'table'))}
+    assert decayed < set(moved)
+    assert {round(moved[name], 6) for name in decayed} == {0.05}
+
+
+def test_gradients_are_clipped_to_the_norm():
+    init = setting()[2]
+    params = init(0).params
+    grads = jax.tree.map(lambda x: 10 * jnp.ones_like(x), params)
+
+    def first_moment(clip_norm):
+        config = resolve(tiny_config(**{'optim.clip_norm': clip_norm})).optim
+        optimizer = optim.make_optimizer(config, 12)
+        _, state = optimizer.update(grads, optimizer.init(params), params)
+        return optax.tree.norm(optax.tree.get(state, 'mu'))
+
+    norm = optax.tree.norm(grads)
+    np.testing.assert_allclose(first_moment(0.5), 0.1 * 0.5, rtol=1e-5)
+    np.testing.assert_allclose(first_moment(0.0), 0.1 * norm, rtol=1e-5)

@@ -1,0 +1,262 @@
+"""The points of a sweep, and running them."""
+
+import csv
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from minigpt_jax.report.writers import read_lines
+from minigpt_jax.training import sweep
+from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
+from minigpt_jax.training.config import ConfigError, read_config
+from tests.conftest import tiny_config
+
+HEADS = (('model.num_heads', (1, 2)), ('seed', (0, 1, 2)))
+
+
+def test_points_are_the_product_of_the_axes_without_seed():
+    axes = (('model.num_heads', (1, 2)), ('seed', (3, 4)), ('model.norm_placement', ('pre', 'post')))
+    points = sweep.expand(tiny_config(sweep=axes))
+    assert [point.slug for point in points] == [
+        'num_heads-1_norm_placement-pre',
+        'num_heads-1_norm_placement-post',
+        'num_heads-2_norm_placement-pre',
+        'num_heads-2_norm_placement-post',
+    ]
+    assert {point.seeds for point in points} == {(3, 4)}
+    assert [p.config.model.num_heads for p in points] == [1, 1, 2, 2]
+    assert [p.config.model.norm_placement for p in points] == ['pre', 'post'] * 2
+
+
+def test_keys_of_a_joint_axis_vary_together():
+    axes = ((('model.num_heads', 'model.d_model'), ((2, 8), (4, 16))),)
+    points = sweep.expand(tiny_config(sweep=axes))
+    assert [(p.config.model.num_heads, p.config.model.d_model) for p in points] == [(2, 8), (4, 16)]
+    assert [p.config.model.d_ff for p in points] == [32, 64]  # derived from the swept width
+
+
+def test_without_a_sweep_there_is_one_point_at_the_workdir(tmp_path):
+    (point,) = sweep.expand(tiny_config(seed=5))
+    assert (point.slug, point.seeds, point.values) == (None, (5,), {})
+    assert point.run_dir(tmp_path, 5) == tmp_path
+
+
+def test_an_impossible_point_is_kept_with_its_reason():
+    points = sweep.expand(tiny_config(sweep=(('model.num_heads', (1, 3, 4)),)))
+    assert [point.config is None for point in points] == [False, True, False]
+    assert 'does not divide' in points[1].error
+
+
+@pytest.mark.parametrize(
+    ('axes', 'line'),
+    [
+        ((3,), '3 is not an axis'),
+        ((('model.num_heads', 4),), "the values of 'model.num_heads' must be a tuple"),
+        ((('model.num_heads', ()),), "the values of 'model.num_heads' must be a tuple"),
+        ((('model.num_hats', (1, 2)),), 'did you mean model.num_heads'),
+        ((('model.num_heads', ('a', 2)),), "model.num_heads='a': expected int"),
+        ((('model.positions', ('learnt',)),), 'did you mean learned'),
+        ((('model.num_heads', (1, 1)),), 'a value of model.num_heads stands twice'),
+        ((('seed', (0, 1)), ('seed', (2,))), 'seed is on two axes'),
+        ((('seed', (0, -1)),), 'seed=-1: must be from 0'),
+        (((('model.num_heads', 'model.d_model'), ((2, 8), (4,))),), 'must have a value for each'),
+        (((('seed', 'model.d_model'), ((2, 8),)),), 'seed must be an axis of its own'),
+        ((('mesh.data', (1, 2)),), 'mesh.data cannot be an axis'),
+        ((('data.path', ('a/b', 'a_b')),), 'two points would share a directory'),
+    ],
+)
+def test_a_sweep_of_the_wrong_structure_gets_one_line(axes, line):
+    with pytest.raises(ConfigError) as caught:
+        sweep.expand(tiny_config(sweep=axes))
+    assert line in str(caught.value)
+    assert '\n' not in str(caught.value)
+
+
+def parameters(run_dir):
+    return jax.tree.map(np.asarray, load_run(run_dir).params)
+
+
+def bits(run_dir):
+    """What bit-identical runs share: metrics, parameters, samples."""
+    leaves = [x.tobytes() for x in jax.tree.leaves(parameters(run_dir))]
+    texts = [(run_dir / name).read_text() for name in ('metrics.jsonl', 'samples.txt')]
+    return leaves, texts
+
+
+@pytest.fixture(scope='module')
+def finished(text_file, tmp_path_factory):
+    """A finished sweep over two head counts and three seeds, with dropout, mapped."""
+    workdir = tmp_path_factory.mktemp('sweep')
+    config = tiny_config(text_file, sweep=HEADS, **{'model.dropout_rate': 0.1})
+    assert sweep.run(config, workdir) == 0
+    return workdir, config
+
+
+def test_a_sweep_leaves_all_its_files(finished):
+    workdir, _ = finished
+    run_dirs = [workdir / f'points/num_heads-{h}/seed-{s}' for h in (1, 2) for s in (0, 1, 2)]
+    for run_dir in run_dirs:
+        names = {path.name for path in run_dir.iterdir()}
+        assert names >= {
+            'config.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json', 'checkpoints',
+            'tensorboard', 'samples.txt', 'tokenizer.json',
+        }  # fmt: skip
+        assert list((run_dir / 'tensorboard').iterdir())
+    names = {path.name for path in workdir.iterdir()}
+    assert names >= {'config.json', 'results.csv', 'report.md', 'report.html', 'figures', 'points'}
+    rows = list(csv.DictReader((workdir / 'results.csv').open()))
+    assert [(row['num_heads'], row['seed']) for row in rows] == [
+        (h, s) for h in '12' for s in '012'
+    ]
+    assert {row['status'] for row in rows} == {'ok'}
+    assert len({row['num_params'] for row in rows}) == 1
+    assert len({row['val_loss'] for row in rows}) == 6  # six different runs
+    for row in rows:
+        assert float(row['val_perplexity']) == pytest.approx(np.exp(float(row['val_loss'])))
+        assert 0 < float(row['bits_per_byte']) < 8
+
+
+def test_metrics_have_a_line_a_logged_step_and_evaluations_among_them(finished):
+    workdir, _ = finished
+    run_dir = workdir / 'points/num_heads-2/seed-1'
+    lines = read_lines(run_dir / 'metrics.jsonl')
+    assert [line['step'] for line in lines] == [2, 4, 6, 8, 10, 12]
+    assert [line['step'] for line in lines if 'val_loss' in line] == [4, 8, 12]
+    assert all(np.isfinite(line['train_loss']) for line in lines)
+    assert lines[-1]['val_loss'] < lines[1]['val_loss']
+    timing = read_lines(run_dir / 'timing.jsonl')
+    assert [line['step'] for line in timing] == [2, 4, 6, 8, 10, 12]
+    assert not {'seconds', 'tokens_per_second'} & set(lines[0])  # metrics are reproducible
+
+
+def test_the_same_seed_sees_the_same_start_and_batches_at_every_point(finished, text_file, tmp_path):
+    """With a learning rate of 0 nothing but the batches can differ from step to step."""
+    axes = (('model.num_heads', (1, 2)), ('seed', (0, 1)))
+    config = tiny_config(text_file, sweep=axes, **{'optim.learning_rate': 0.0})
+    sweep.run(config, tmp_path)
+    losses = {
+        (h, s): [
+            line['train_loss']
+            for line in read_lines(tmp_path / f'points/num_heads-{h}/seed-{s}/metrics.jsonl')
+        ]
+        for h in (1, 2)
+        for s in (0, 1)
+    }
+    # At the start all heads attend almost evenly, so that the head count hardly matters yet.
+    np.testing.assert_allclose(losses[1, 0], losses[2, 0], rtol=1e-3)
+    assert not np.allclose(losses[1, 0], losses[1, 1], rtol=1e-3)
+    assert len(set(losses[1, 0])) > 1
+
+
+def test_mapped_seeds_leave_the_bits_of_separate_runs(finished, tmp_path):
+    workdir, config = finished
+    separate = config.copy_and_resolve_references()
+    separate.train.seeds = 'separate'
+    sweep.run(separate, tmp_path)
+    for seed in (0, 1, 2):
+        name = f'points/num_heads-2/seed-{seed}'
+        assert bits(workdir / name) == bits(tmp_path / name)
+
+
+def test_a_finished_sweep_is_not_trained_again_but_its_report_is_rebuilt(
+    finished, monkeypatch
+):
+    workdir, config = finished
+    before = (workdir / 'results.csv').read_bytes()
+    (workdir / 'results.csv').unlink()
+    monkeypatch.setattr(sweep, 'Program', None)  # nothing may be compiled
+    assert sweep.run(config, workdir) == 0
+    assert (workdir / 'results.csv').read_bytes() == before
+
+
+def test_axes_may_grow_but_another_configuration_is_refused(finished, monkeypatch):
+    workdir, config = finished
+    other = config.copy_and_resolve_references()
+    other.optim.learning_rate = 1.0
+    with pytest.raises(RunError, match=r'optim\.learning_rate was 0\.002, is 1\.0'):
+        sweep.run(other, workdir)
+    assert read_config(workdir).optim.learning_rate == 0.002
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of the code under test may catch it."""
+
+
+@pytest.mark.parametrize('killed_at', [1, 2, 4])
+def test_a_killed_group_of_seeds_resumes_to_the_same_bits(
+    finished, tmp_path, monkeypatch, killed_at
+):
+    """A kill before the k-th save of three seeds' states: some seeds are a checkpoint ahead."""
+    workdir, config = finished
+    save, count = Checkpoints.save, []
+
+    def save_until_killed(self, step, state):
+        if len(count) == killed_at + 2:
+            raise Killed
+        count.append(step)
+        save(self, step, state)
+
+    config = config.copy_and_resolve_references()
+    config.sweep = (('model.num_heads', (2,)), ('seed', (0, 1, 2)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, 'save', save_until_killed)
+        with pytest.raises(Killed):
+            sweep.run(config, tmp_path)
+    run_dirs = [f'points/num_heads-2/seed-{seed}' for seed in (0, 1, 2)]
+    assert not (tmp_path / run_dirs[0] / 'summary.json').exists()
+    # What was written behind the checkpoint, and a line torn by the kill, must go.
+    with (tmp_path / run_dirs[0] / 'metrics.jsonl').open('a') as file:
+        file.write('{"step": 11, "train_loss": 0.0}\n{"step": 12, "tr')
+    assert sweep.run(config, tmp_path) == 0
+    for name in run_dirs:
+        assert bits(tmp_path / name) == bits(workdir / name)
+
+
+def test_point_trains_that_point_alone(finished, tmp_path):
+    _, config = finished
+    assert sweep.run(config, tmp_path, only_point=1) == 0
+    assert [path.name for path in (tmp_path / 'points').iterdir()] == ['num_heads-2']
+    assert 'unfinished' in (tmp_path / 'report.md').read_text()
+    with pytest.raises(ConfigError, match='points go from 0 to 1'):
+        sweep.run(config, tmp_path, only_point=2)
+
+
+def test_invalid_and_failed_points_are_recorded_and_only_they_are_tried_again(
+    text_file, tmp_path, monkeypatch
+):
+    config = tiny_config(text_file, sweep=(('model.num_heads', (1, 3, 2)),))
+    train, tried = sweep.train, []
+
+    def train_but(program, *rest):
+        tried.append(program.config.model.num_heads)
+        if program.config.model.num_heads == 2 and tried.count(2) == 1:
+            raise RuntimeError('out of memory\nwith details')
+        return train(program, *rest)
+
+    monkeypatch.setattr(sweep, 'train', train_but)
+    assert sweep.run(config, tmp_path) == 1
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert [row['status'] for row in rows] == ['ok', 'invalid', 'failed']
+    assert 'head counts that do' in rows[1]['error']
+    assert rows[2]['error'] == 'RuntimeError: out of memory'
+    assert sweep.run(config, tmp_path) == 1  # the invalid one stays
+    assert tried == [1, 2, 2]
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert [row['status'] for row in rows] == ['ok', 'invalid', 'ok']
+
+
+def test_a_diverged_point_is_a_result_with_a_diagnosis(text_file, tmp_path):
+    axes = (('optim.learning_rate', (1e-3, 1e30)), ('seed', (0, 1)))
+    config = tiny_config(text_file, sweep=axes)
+    assert sweep.run(config, tmp_path) == 0
+    summaries = [
+        json.loads((tmp_path / f'points/learning_rate-1e+30/seed-{s}/summary.json').read_text())
+        for s in (0, 1)
+    ]
+    assert [s['status'] for s in summaries] == ['diverged'] * 2
+    for summary in summaries:
+        assert 'first gradient that is not finite' in summary['error']
+        assert 'make' in summary['error'] or 'next' in summary['error']  # the text of the batch
+    assert 0 < summaries[0]['steps'] < 12
