@@ -23,7 +23,9 @@ def get_config(variant=''):
     c.eval.every = 300
     c.sweep = (('model.num_heads', (1, 2, 4, 8, 16)), ('seed', (0, 1, 2)))
     if variant not in VARIANTS:
-        raise ValueError(f'no variant {variant!r} of heads_sweep.py: {", ".join(VARIANTS)}')
+        raise ValueError(
+            f'no variant {variant!r} of heads_sweep.py: {", ".join(filter(None, VARIANTS))}'
+        )
     VARIANTS[variant](c)
     return c
 
@@ -70,4 +72,6 @@ def accelerator(c):
     c.sweep = (('model.num_heads', (1, 2, 3, 6, 12, 24, 48)), ('seed', (0, 1, 2)))
 
 
-VARIANTS = {'': lambda c: None} | {f.__name__: f for f in (quick, shakespeare, fixed_d_head, accelerator)}
+VARIANTS = {'': lambda c: None} | {
+    f.__name__: f for f in (quick, shakespeare, fixed_d_head, accelerator)
+}

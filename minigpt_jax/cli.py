@@ -23,14 +23,15 @@ def run_command(main):
             rest = flags.FLAGS(argv)
             if not flags.FLAGS['verbosity'].present:
                 logging.set_verbosity(logging.WARNING)  # Orbax tells of every save
+            if 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
+                flags.FLAGS['config'].value.keys()  # a missing file is reported on first use
             if len(rest) > 1:
                 fail(f'unexpected argument {rest[1]!r}; flags look like --name=value')
             return rest
         except (AttributeError, KeyError) as error:
             fail(_mistyped(argv, error))
         except (flags.Error, ValueError, TypeError, OSError, ImportError) as error:
-            missing = re.search("No such file or directory: '(.*?)'", str(error))
-            fail(f'--config: no such file: {missing[1]}' if missing else error)
+            fail(error)
 
     def guarded(_):
         try:
@@ -46,8 +47,19 @@ def run_command(main):
 
 def fail(message):
     """Prints one line and ends the command with exit status 2."""
-    print(f'error: {" ".join(str(message).split())}', file=sys.stderr)
+    print(f'error: {" ".join(_reason(str(message)).split())}', file=sys.stderr)
     sys.exit(2)
+
+
+def _reason(message):
+    """The part for a person of what ml_collections says when it cannot load a configuration."""
+    if missing := re.search(
+        "Failed loading config.*No such file or directory: '(.*)'", message, re.S
+    ):
+        return f'--config: no such file: {missing[1]}'
+    if 'Traceback' in message:
+        return message.strip().splitlines()[-1]
+    return message
 
 
 def _mistyped(argv, error):

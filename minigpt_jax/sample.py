@@ -1,6 +1,6 @@
 """Command: generate text from a trained decoder.
 
-    python -m minigpt_jax.sample --workdir=runs/minigpt --prompt='The '
+python -m minigpt_jax.sample --workdir=runs/minigpt --prompt='The '
 """
 
 import pathlib

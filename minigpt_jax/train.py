@@ -19,11 +19,12 @@ _POINT = flags.DEFINE_integer('point', None, 'Train only this point of the sweep
 
 
 def main():
-    if _CONFIG.value is None:
+    config = _CONFIG.value  # loads the file
+    if config is None:
         cli.fail('--config is missing; for example --config=configs/heads_sweep.py')
     cli.use_compilation_cache()
     cli.print_devices()
-    return sweep.run(_CONFIG.value, _workdir(), _POINT.value)
+    return sweep.run(config, _workdir(), _POINT.value)
 
 
 def _workdir():

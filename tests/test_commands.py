@@ -52,8 +52,8 @@ def test_a_single_run_leaves_its_files_and_a_report(korean):
     workdir, path, _ = korean
     names = {p.name for p in workdir.iterdir()}
     assert names >= {
-        'config.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json', 'checkpoints', 'samples.txt',
-        'tensorboard', 'results.csv', 'report.md', 'report.html', 'figures',
+        'config.json', 'metrics.jsonl', 'timing.jsonl', 'summary.json', 'checkpoints',
+        'samples.txt', 'tensorboard', 'results.csv', 'report.md', 'report.html', 'figures',
     }  # fmt: skip
     written = json.loads((workdir / 'config.json').read_text())
     assert written['config']['data']['path'] == str(path)
@@ -161,8 +161,9 @@ def test_train_answers_bad_input_with_one_line_and_leaves_nothing(tmp_path, argu
 
 TEXT_ERRORS = {
     'empty': (b'', 'empty'),
-    'not UTF-8': (b'good text ' * 50 + b'\xff' + b' more' * 50, 'byte 500'),
-    'too short': (b'ab', 'tokens'),
+    'not UTF-8': (b'good text ' * 50 + b'\xff' + b' more' * 50, 'offset 500'),
+    'too short for two splits': (b'ab', '2 characters are too few'),
+    'too short for a context': (b'a line of text\n' * 4, 'needs at least 9'),
 }
 
 

@@ -337,10 +337,14 @@ def split_documents(
         validation = [text for text in documents if text in chosen]
     for split, texts in (('training', train), ('validation', validation)):
         if not any(texts):
+            why = (
+                f'{total} characters are too few'
+                if len(documents) == 1
+                else f'none of {len(documents)} documents fits into its share of {total} characters'
+            )
             raise DataError(
-                f'the {split} split would be empty: none of {len(documents)} document(s) fits into '
-                f'its share of {total} characters; change data.validation_fraction '
-                f'({validation_fraction}) or join the files into one'
+                f'the {split} split would be empty: {why}; use more text, another '
+                f'data.validation_fraction ({validation_fraction}) or one file instead of several'
             )
     return train, validation
 

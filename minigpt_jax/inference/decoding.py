@@ -1,6 +1,7 @@
 """Text out of a trained decoder: one compiled loop with a key-value cache.
 
-Tensor names: B batch (samples of one prompt), T context length, D width, V vocabulary, N new tokens.
+Tensor names: B batch (samples of one prompt), T context length, D width,
+V vocabulary, N new tokens.
 """
 
 import functools
@@ -49,9 +50,7 @@ def generate(model, params, prompt_BT, length, key, *, num_tokens, temperature, 
 
     def next_token(carry, n):
         window_BT, length, caches, reread = carry
-        logits_BV, caches = jax.lax.cond(
-            reread, read_window, read_token, window_BT, length, caches
-        )
+        logits_BV, caches = jax.lax.cond(reread, read_window, read_token, window_BT, length, caches)
         logits_BV = next_token_logits(logits_BV, temperature, top_k, top_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, n)
         drawn_B = jax.vmap(jax.random.categorical)(keys, logits_BV)

@@ -63,9 +63,7 @@ def dot_product_attention(
     )
     if bias is not None:
         scores_BHTS += bias
-    allowed = _may_attend(
-        scores_BHTS.shape, causal, q_offset, kv_lengths_B, segment_ids, mask
-    )
+    allowed = _may_attend(scores_BHTS.shape, causal, q_offset, kv_lengths_B, segment_ids, mask)
     if allowed is not None:
         scores_BHTS = jnp.where(allowed, scores_BHTS, jnp.finfo(jnp.float32).min)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
@@ -133,9 +131,7 @@ def cached_attention(q_BTHK, k_BTHK, v_BTHK, cache, position, **kwargs):
             'v_BSHK': jax.lax.dynamic_update_slice(cache['v_BSHK'], v_BTHK, start),
         }
         k_BTHK, v_BTHK = cache['k_BSHK'], cache['v_BSHK']
-    y_BTHK = dot_product_attention(
-        q_BTHK, k_BTHK, v_BTHK, causal=True, q_offset=position, **kwargs
-    )
+    y_BTHK = dot_product_attention(q_BTHK, k_BTHK, v_BTHK, causal=True, q_offset=position, **kwargs)
     return y_BTHK, cache
 
 
@@ -241,7 +237,8 @@ ATTENTION_FORMS = {'fused': FusedMultiHeadAttention, 'per_head': MultiHeadAttent
 def fuse_heads(params):
     """Parameters of a `MultiHeadAttention`, as the dict of `nnx.to_pure_dict`, in fused form.
 
-    Shapes: H times {query, key, value} kernels (D, K) -> one (D, 3, H, K); biases (K,) -> (3, H, K).
+    Shapes: H times {query, key, value} kernels (D, K) -> one of (D, 3, H, K); likewise biases,
+    (K,) -> (3, H, K).
     """
     heads = [params['heads'][h] for h in sorted(params['heads'])]
     qkv = {

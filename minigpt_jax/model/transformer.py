@@ -151,9 +151,7 @@ class MiniGPT(nnx.Module):
 
     def init_caches(self, batch_size):
         """An empty key-value cache a layer, for `context_length` positions."""
-        return [
-            init_cache(batch_size, self.context_length, *self.cache_shape) for _ in self.blocks
-        ]
+        return [init_cache(batch_size, self.context_length, *self.cache_shape) for _ in self.blocks]
 
 
 def flops_per_token(config, vocab_size):

@@ -75,9 +75,7 @@ class Checkpoints:
 
 def _named(state):
     """{'params.blocks.0.…': array}: names that do not depend on the classes of the tree."""
-    return {
-        parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
+    return {parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
 
 class Run(NamedTuple):
@@ -103,7 +101,9 @@ def load_run(workdir):
     """
     config = read_config(workdir) if workdir.is_dir() else None
     if config is None:
-        raise RunError(f'{workdir}: no config.json there; --workdir takes a directory that train wrote')
+        raise RunError(
+            f'{workdir}: no config.json there; --workdir takes a directory that train wrote'
+        )
     if (workdir / 'points').is_dir():
         runs = sorted(path.parent for path in workdir.glob('points/*/seed-*/tokenizer.json'))
         hint = f'for example --workdir={runs[0]}' if runs else 'none has been trained yet'

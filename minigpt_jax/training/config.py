@@ -162,9 +162,7 @@ def _checked(key, value):
     if kind is tuple and isinstance(value, list):
         value = tuple(value)
     if type(value) is not kind:
-        raise ConfigError(
-            f'{key}={value!r}: expected {kind.__name__}, got {type(value).__name__}'
-        )
+        raise ConfigError(f'{key}={value!r}: expected {kind.__name__}, got {type(value).__name__}')
     if complaint := check(value):
         raise ConfigError(f'{key}={value!r}: {complaint}')
     return value

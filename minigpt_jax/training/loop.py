@@ -92,12 +92,9 @@ class Program:
 
     def start(self, states):
         """One state on the devices, from a state for each seed."""
-        if self.num_seeds == 1:
-            state = states[0]
-        else:
-            state = jax.tree.map(lambda *x: jnp.stack(x), *states)
-        # A copy: the train call gives the buffers of its argument away.
-        return jax.device_put(jax.tree.map(jnp.copy, state), self.state_sharding)
+        # Copies in any case: the train call gives the buffers of its argument away.
+        join = jnp.copy if self.num_seeds == 1 else lambda *seeds: jnp.stack(seeds)
+        return jax.device_put(jax.tree.map(join, *states), self.state_sharding)
 
     def of_seed(self, tree, index):
         """The part of a state, or of metrics, that belongs to the seed at `index`."""

@@ -62,7 +62,9 @@ def read_axes(sweep):
     axes = []
     for axis in sweep:
         if not (isinstance(axis, tuple | list) and len(axis) == 2):
-            raise ConfigError(f'sweep: {axis!r} is not an axis; an axis is (key, values): {example}')
+            raise ConfigError(
+                f'sweep: {axis!r} is not an axis; an axis is (key, values): {example}'
+            )
         keys, rows = axis
         joint = not isinstance(keys, str)
         if not isinstance(rows, tuple | list) or not rows:
@@ -116,7 +118,9 @@ def expand(config):
         points.append(Point(slug, values, seeds or (config.seed,), resolved, error))
     slugs = [point.slug for point in points]
     if len(set(slugs)) < len(slugs):
-        raise ConfigError('sweep: two points would share a directory; give their values other names')
+        raise ConfigError(
+            'sweep: two points would share a directory; give their values other names'
+        )
     return points
 
 
@@ -166,9 +170,7 @@ def run(config, workdir, only_point=None):
     run_dirs = [point.run_dir(workdir, seed) for point in points for seed in point.seeds]
     print('\n' + write_report(workdir, axes, run_dirs))
     trained = points if only_point is None else [points[only_point]]
-    statuses = {
-        _status(point.run_dir(workdir, seed)) for point in trained for seed in point.seeds
-    }
+    statuses = {_status(point.run_dir(workdir, seed)) for point in trained for seed in point.seeds}
     good = {'ok'} if points[0].slug is None else set(FINISHED)
     return 0 if statuses <= good else 1
 

@@ -184,8 +184,10 @@ def test_heads_of_a_textbook_equal_the_fused_form(use_bias):
         nnx.to_pure_dict(fused_gradient),
     )
     # They are two programs: the textbook multiplies once a head and projection, the other once.
-    products = [f.lower(s, x_BTD).as_text().count('dot_general') for f, s in
-                ((one, one_state), (other, other_state))]
+    products = [
+        f.lower(s, x_BTD).as_text().count('dot_general')
+        for f, s in ((one, one_state), (other, other_state))
+    ]
     assert products[0] > 2 * products[1]
 
 

@@ -24,7 +24,8 @@ def test_equals_lax_with_gradients(x_shape, w_shape, axes):
         return lambda x, w: (product(x, w, (axes, ((), ()))) ** 2).sum()
 
     ours, lax_s = (
-        jax.jit(jax.value_and_grad(loss(product), (0, 1))) for product in (dot_general, lax.dot_general)
+        jax.jit(jax.value_and_grad(loss(product), (0, 1)))
+        for product in (dot_general, lax.dot_general)
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), ours(x, w), lax_s(x, w)

@@ -41,14 +41,20 @@ def test_changing_a_copy_leaves_the_original_alone():
 @pytest.mark.parametrize(
     ('values', 'line'),
     [
-        ({'model.num_head': 2}, 'model.num_head: no such configuration key; did you mean model.num_heads'),
+        (
+            {'model.num_head': 2},
+            'model.num_head: no such configuration key; did you mean model.num_heads',
+        ),
         ({'modle.d_model': 2}, 'did you mean model.d_model'),
         ({'model.num_heads': '2'}, "model.num_heads='2': expected int, got str"),
         ({'model.num_heads': True}, 'expected int, got bool'),
         ({'model.num_heads': 2.0}, 'expected int, got float'),
         ({'model.use_bias': 1}, 'expected bool, got int'),
         ({'model.positions': None}, 'expected str, got NoneType'),
-        ({'model.positions': 'sinusoid'}, 'choose from learned, sinusoidal; did you mean sinusoidal'),
+        (
+            {'model.positions': 'sinusoid'},
+            'choose from learned, sinusoidal; did you mean sinusoidal',
+        ),
         ({'model.dropout_rate': 1.0}, 'at least 0 and below 1'),
         ({'optim.learning_rate': float('nan')}, 'must be 0 or more'),
         ({'model.num_layers': 0}, 'must be above 0'),
@@ -82,14 +88,15 @@ def test_values_that_contradict_each_other_are_impossible(values, line):
 def test_a_missing_key_is_named():
     config = tiny_config()
     del config.model.norm_placement
-    with pytest.raises(ConfigError, match='model.norm_placement: missing'):
+    with pytest.raises(ConfigError, match=r'model\.norm_placement: missing'):
         resolve(config)
 
 
 def test_differences_leave_out_topology_axes_and_logging():
     a = resolve(tiny_config())
     same = with_values(
-        a, {'mesh.data': 8, 'sweep': (('seed', (0, 1)),), 'train.seeds': 'map', 'train.log_every': 4}
+        a,
+        {'mesh.data': 8, 'sweep': (('seed', (0, 1)),), 'train.seeds': 'map', 'train.log_every': 4},
     )
     assert differences(a, same) == {}
     other = with_values(a, {'model.num_heads': 4, 'seed': 3})

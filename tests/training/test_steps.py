@@ -84,9 +84,7 @@ def test_batched_seeds_equal_separate_runs_but_for_rounding():
     _, metrics = train_call('vmap', **DROPOUT)(stacked(init, seeds), tokens_EKBT1)
     for e, seed in enumerate(seeds):
         _, own_metrics = train_call(**DROPOUT)(init(seed), tokens_EKBT1[e])
-        np.testing.assert_allclose(
-            metrics['train_loss'][e], own_metrics['train_loss'], rtol=1e-5
-        )
+        np.testing.assert_allclose(metrics['train_loss'][e], own_metrics['train_loss'], rtol=1e-5)
 
 
 def test_eight_devices_equal_one():
@@ -118,7 +116,7 @@ def test_eight_devices_equal_one():
 def test_a_batch_that_the_devices_cannot_share_evenly_is_refused():
     mesh = sharding.make_mesh(resolve(tiny_config(**{'mesh.data': 8})).mesh)
     sharding.check_batch_size('data.batch_size', 16, mesh)
-    with pytest.raises(ValueError, match='data.batch_size=12: 8 devices need a multiple of 8'):
+    with pytest.raises(ValueError, match=r'data\.batch_size=12: 8 devices need a multiple of 8'):
         sharding.check_batch_size('data.batch_size', 12, mesh)
     with pytest.raises(ValueError, match='there are 8 devices'):
         sharding.make_mesh(resolve(tiny_config(**{'mesh.data': 9})).mesh)
@@ -182,8 +180,12 @@ def test_evaluation_counts_every_unmasked_token_once():
 def test_learning_rate_rises_linearly_and_falls_by_half_a_cosine():
     config = resolve(
         tiny_config(
-            **{'optim.learning_rate': 1.0, 'optim.warmup_steps': 4, 'train.steps': 24,
-               'optim.final_learning_rate': 0.1}
+            **{
+                'optim.learning_rate': 1.0,
+                'optim.warmup_steps': 4,
+                'train.steps': 24,
+                'optim.final_learning_rate': 0.1,
+            }
         )
     )
     schedule = optim.make_schedule(config.optim, 24)
@@ -198,7 +200,9 @@ def test_learning_rate_rises_linearly_and_falls_by_half_a_cosine():
 
 def test_weight_decay_acts_on_matrices_and_tables_alone():
     config, _, init = setting(
-        model__use_bias=True, optim__weight_decay=0.5, optim__learning_rate=0.1,
+        model__use_bias=True,
+        optim__weight_decay=0.5,
+        optim__learning_rate=0.1,
         optim__warmup_steps=0,
     )
     params = jax.tree.map(jnp.ones_like, init(0).params)
