@@ -45,14 +45,18 @@ def get_config(variant=''):
     c.optim.final_learning_rate = 2e-4  # at the end of the cosine
     c.optim.b1 = 0.9
     c.optim.b2 = 0.99
-    c.optim.weight_decay = 0.1  # of matrices and tables
+    c.optim.weight_decay = 0.1
     c.optim.clip_norm = 1.0  # global gradient norm; 0: off
+    # (path pattern, setting, factor): here, no decay of biases and of the scales of norms.
+    c.optim.rules = (('.*(bias|scale)', 'weight_decay', 0.0),)
 
     c.train = ConfigDict()
     c.train.steps = 2000
     c.train.steps_per_call = 20  # steps in one dispatch; all intervals are multiples of it
     c.train.seeds = 'auto'  # auto, separate, map, vmap: how the seeds of a point train together
+    c.train.accumulation_steps = 1  # parts of a batch, one after the other, to save memory
     c.train.log_every = 20  # steps
+    c.train.log_layer_norms = False  # also log the gradient norm of every layer
     c.train.checkpoint_every = 500  # steps
     c.train.keep = 2  # checkpoints
 

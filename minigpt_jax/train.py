@@ -6,6 +6,7 @@ See the README for its flags and for what it leaves behind.
 """
 
 import pathlib
+import re
 
 from absl import flags
 from ml_collections import config_flags
@@ -15,6 +16,7 @@ from minigpt_jax.training import sweep
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Recipe: FILE[:variant].')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Default: runs/<config>[-variant].')
+_PROFILE = flags.DEFINE_string('profile', None, 'Steps to trace, START:STOP.')
 _POINT = flags.DEFINE_integer('point', None, 'Train only this point of the sweep, from 0.')
 
 
@@ -24,7 +26,15 @@ def main():
         cli.fail('--config is missing; for example --config=configs/heads_sweep.py')
     cli.use_compilation_cache()
     cli.print_devices()
-    return sweep.run(config, _workdir(), _POINT.value)
+    return sweep.run(config, _workdir(), _POINT.value, _profile())
+
+
+def _profile():
+    if _PROFILE.value is None:
+        return None
+    if not (match := re.fullmatch(r'(\d+):(\d+)', _PROFILE.value)):
+        cli.fail(f'--profile={_PROFILE.value}: expected START:STOP, two steps such as 101:120')
+    return int(match[1]), int(match[2])
 
 
 def _workdir():

@@ -16,7 +16,7 @@ from minigpt_jax.data.tokenizers import TOKENIZERS
 from minigpt_jax.model.attention import ATTENTION_FORMS, IMPLEMENTATIONS
 from minigpt_jax.model.positions import POSITIONS
 from minigpt_jax.model.transformer import ACTIVATIONS, NORM_PLACEMENTS
-from minigpt_jax.training.optim import SCHEDULES
+from minigpt_jax.training.optim import SCHEDULES, check_rules
 
 SEED_MODES = ('auto', 'separate', 'map', 'vmap')
 
@@ -84,10 +84,13 @@ KEYS = {
     'optim.b2': (float, _below_one),
     'optim.weight_decay': (float, _not_negative),
     'optim.clip_norm': (float, _not_negative),
+    'optim.rules': (tuple, check_rules),
     'train.steps': (int, _positive),
     'train.steps_per_call': (int, _positive),
     'train.seeds': (str, _one_of(SEED_MODES)),
+    'train.accumulation_steps': (int, _positive),
     'train.log_every': (int, _positive),
+    'train.log_layer_norms': (bool, _anything),
     'train.checkpoint_every': (int, _positive),
     'train.keep': (int, _number(lambda x: x >= 2, '2 or more')),
     'eval.every': (int, _positive),
@@ -98,7 +101,7 @@ KEYS = {
 }
 
 # A workdir of the same configuration is resumed. These may change without making it another one.
-NOT_COMPARED = ('sweep', 'train.seeds', 'train.log_every', 'mesh.')
+NOT_COMPARED = ('sweep', 'train.seeds', 'train.log_', 'mesh.')
 
 
 def _nearest(name, names):
@@ -204,6 +207,11 @@ def _check_together(config):
                 f'{key}={value}: must be a multiple of train.steps_per_call={per_call}, '
                 f'for example {per_call * max(1, round(value / per_call))}'
             )
+    if config.data.batch_size % config.train.accumulation_steps:
+        raise ImpossibleError(
+            f'train.accumulation_steps={config.train.accumulation_steps}: must divide '
+            f'data.batch_size={config.data.batch_size}'
+        )
     if config.optim.schedule == 'cosine' and config.optim.warmup_steps >= config.train.steps:
         raise ImpossibleError(
             f'optim.warmup_steps={config.optim.warmup_steps}: must be below '

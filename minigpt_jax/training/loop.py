@@ -1,5 +1,6 @@
 """One run, or the runs of several seeds in one program: train, evaluate, save, resume, sample."""
 
+import functools
 import math
 import statistics
 import time
@@ -122,12 +123,12 @@ def _peak_memory(analysis, num_seeds, mode):
     return (held / num_seeds + temporary) / 2**20
 
 
-def train(program, seeds, run_dirs, identity, name):
+def train(program, seeds, run_dirs, identity, name, profile=None):
     """Trains the runs of some seeds to their end, from their newest checkpoint where there is one.
 
     Leaves in each of `run_dirs` all files of a run; `config.json` is there already. `identity` is
     the start of every summary: the point that these runs belong to. `name` stands before each line
-    of progress.
+    of progress. `profile` is (first, last) step to trace, into `profile/` of the first run.
 
     Returns:
       a summary for each seed: what stands in its `summary.json`.
@@ -153,10 +154,15 @@ def train(program, seeds, run_dirs, identity, name):
     losses = {}
     window_start, window_wait, window_step = time.monotonic(), 0.0, begin
     for step in range(begin + per_call, total + 1, per_call):
+        if profile and step - per_call < profile[0] <= step:
+            jax.profiler.start_trace(str(run_dirs[0] / 'profile'))
         waiting = time.monotonic()
         batch = jax.device_put(next(batches), program.batch_sharding)
         window_wait += time.monotonic() - waiting
         state, metrics = program.train_call(state, batch)
+        if profile and step - per_call < profile[1] <= step:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
         logs, evaluates, saves = (
             step % every == 0 or step == total
             for every in (
@@ -241,11 +247,10 @@ def tokens_per_step(config):
 
 
 def _log_values(metrics_K):
-    """A logged line of a call: its mean loss, and the rest at its last step."""
+    """A logged line of a call: its mean loss, and the rest (rate, norms) at its last step."""
     return {
-        'train_loss': float(metrics_K['train_loss'].mean()),
-        'learning_rate': float(metrics_K['learning_rate'][-1]),
-        'grad_norm': float(metrics_K['grad_norm'][-1]),
+        name: float(values_K.mean() if name == 'train_loss' else values_K[-1])
+        for name, values_K in metrics_K.items()
     }
 
 
@@ -346,8 +351,12 @@ def diagnose(program, state):
         step=step,
     )
     key = steps.dropout_key(config, state)
-    loss, grads = jax.value_and_grad(steps.loss_of_batch)(
-        state.params, program.model, jnp.asarray(tokens_BT1), key
+    loss, grads = steps.loss_and_gradient(
+        functools.partial(steps.token_losses, model=program.model),
+        state.params,
+        {'tokens_BT1': jnp.asarray(tokens_BT1)},
+        key,
+        config.train.accumulation_steps,
     )
     broken = [
         parameter_name(path)

@@ -1,10 +1,12 @@
 """Optimizers and learning-rate schedules, from the `optim` group of a configuration."""
 
+import re
+
 import jax
 import optax
 
 SCHEDULES = ('cosine', 'constant')
-DECAYED = ('kernel', 'embedding', 'table')
+RULED = ('weight_decay', 'learning_rate')
 
 
 def make_schedule(optim, total_steps):
@@ -27,21 +29,68 @@ def make_schedule(optim, total_steps):
 def make_optimizer(optim, total_steps):
     """AdamW (Loshchilov and Hutter 2019) behind clipping by the global norm.
 
-    Weight decay acts on matrices and tables, not on biases and scales of norms. `clip_norm` of 0
-    switches clipping off.
+    update = -rate · (m̂ / (√v̂ + 1e-8) + weight_decay · parameter), where `optim.rules` may multiply
+    the rate and the decay of a parameter (see `rule_factor`). `clip_norm` of 0 switches clipping
+    off.
     """
-    adamw = optax.adamw(
-        make_schedule(optim, total_steps),
-        b1=optim.b1,
-        b2=optim.b2,
-        weight_decay=optim.weight_decay,
-        mask=lambda params: jax.tree_util.tree_map_with_path(
-            lambda path, _: parameter_name(path).rsplit('.', 1)[-1] in DECAYED, params
-        ),
+
+    def decay(path, update, parameter):
+        return update + optim.weight_decay * _factor('weight_decay', path) * parameter
+
+    def scale(path, update):
+        return update * _factor('learning_rate', path)
+
+    def _factor(setting, path):
+        return rule_factor(optim.rules, setting, parameter_name(path))
+
+    by_path = jax.tree_util.tree_map_with_path
+    return optax.chain(
+        optax.clip_by_global_norm(optim.clip_norm) if optim.clip_norm else optax.identity(),
+        optax.scale_by_adam(b1=optim.b1, b2=optim.b2),
+        optax.stateless(lambda updates, params: by_path(decay, updates, params)),
+        optax.stateless(lambda updates, params: by_path(scale, updates)),
+        optax.scale_by_learning_rate(make_schedule(optim, total_steps)),
     )
-    if not optim.clip_norm:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(optim.clip_norm), adamw)
+
+
+def rule_factor(rules, setting, name):
+    """What `optim.rules` multiply a setting of the parameter `name` by; 1 where none speaks of it.
+
+    A rule is (pattern, setting, factor): a regular expression that must match the whole path of a
+    parameter, `weight_decay` or `learning_rate`, and a number. The last rule that matches counts.
+    """
+    factor = 1.0
+    for pattern, ruled, value in rules:
+        if ruled == setting and re.fullmatch(pattern, name):
+            factor = value
+    return factor
+
+
+def check_rules(rules):
+    """The complaint about the structure of `optim.rules`, or None."""
+    for rule in rules:
+        if not (isinstance(rule, tuple | list) and len(rule) == 3 and isinstance(rule[0], str)):
+            return f"{rule!r} is not a rule; a rule is ('.*bias', 'weight_decay', 0.0)"
+        pattern, setting, factor = rule
+        if setting not in RULED:
+            return f'{setting!r}: a rule is about {" or ".join(RULED)}'
+        if type(factor) not in (int, float) or factor < 0:
+            return f'{factor!r}: the factor of a rule is a number, 0 or more'
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f'{pattern!r} is not a regular expression: {error}'
+    return None
+
+
+def check_rules_match(rules, names):
+    """Raises ValueError for a rule that matches none of the parameters: it would do nothing."""
+    for pattern, *_ in rules:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(
+                f'optim.rules: {pattern!r} matches no parameter as a whole; '
+                f'parameters are named like {", ".join(names[:3])}'
+            )
 
 
 def parameter_name(path):

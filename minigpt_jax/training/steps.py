@@ -15,7 +15,7 @@ from flax import nnx
 
 from minigpt_jax.model.transformer import MiniGPT
 from minigpt_jax.training.losses import next_token_loss
-from minigpt_jax.training.optim import make_optimizer, make_schedule
+from minigpt_jax.training.optim import make_optimizer, make_schedule, parameter_name
 
 
 class TrainState(NamedTuple):
@@ -72,8 +72,12 @@ def make_train_step(config, model):
     schedule = make_schedule(config.optim, config.train.steps)
 
     def train_step(state, tokens_BT1):
-        loss, grads = jax.value_and_grad(loss_of_batch)(
-            state.params, model, tokens_BT1, dropout_key(config, state)
+        loss, grads = loss_and_gradient(
+            functools.partial(token_losses, model=model),
+            state.params,
+            {'tokens_BT1': tokens_BT1},
+            dropout_key(config, state),
+            config.train.accumulation_steps,
         )
         grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -89,16 +93,56 @@ def make_train_step(config, model):
             'grad_norm': grad_norm,
             'learning_rate': schedule(state.step),
         }
+        if config.train.log_layer_norms:
+            metrics |= layer_norms(grads)
         return kept._replace(finite=finite), metrics
 
     return train_step
 
 
-def loss_of_batch(params, model, tokens_BT1, key):
-    """Mean next-token loss of a batch, in nats a token."""
+def token_losses(params, batch, key, *, model):
+    """(sum of next-token losses in nats, number of targets) of tokens_BT1 and an optional mask_BT."""
+    tokens_BT1 = batch['tokens_BT1']
     logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1], dropout_key=key)
-    total, count = next_token_loss(logits_BTV, tokens_BT1[:, 1:])
-    return total / count
+    return next_token_loss(logits_BTV, tokens_BT1[:, 1:], batch.get('mask_BT'))
+
+
+def loss_and_gradient(losses, params, batch, key, parts=1):
+    """(mean loss, its gradient) of a batch, taken in `parts` one after the other to save memory.
+
+    The parts are weighted by their number of targets: Σ loss / Σ count, not the mean of means, so
+    that the result is that of the whole batch however the padding falls.
+
+    Args:
+      losses: (params, batch, key) -> (sum of losses, number of targets).
+      batch: a dict of arrays whose first axis, B, `parts` divides.
+    """
+    gradient = jax.value_and_grad(losses, has_aux=True)
+    if parts == 1:
+        (total, count), grads = gradient(params, batch, key)
+    else:
+        # Part p takes rows p, p + parts, …: each device keeps its own rows.
+        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(sums, part):
+            index, rows = part
+            part_key = None if key is None else jax.random.fold_in(key, index)
+            (total, count), grads = gradient(params, rows, part_key)
+            return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+
+        zeros = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        (total, count, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(parts), split))
+    return total / count, jax.tree.map(lambda g: g / count, grads)
+
+
+def layer_norms(grads):
+    """{'grad_norm/blocks.0': …}: the gradient's norm in each layer, and in what is outside of them."""
+    groups = {}
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        names = parameter_name(path).split('.')
+        group = '.'.join(names[:2] if names[0] == 'blocks' else names[:1])
+        groups.setdefault(f'grad_norm/{group}', []).append(grad)
+    return {group: optax.tree.norm(leaves) for group, leaves in groups.items()}
 
 
 def dropout_key(config, state):

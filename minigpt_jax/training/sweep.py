@@ -24,7 +24,7 @@ from minigpt_jax.training.config import (
     write_json,
 )
 from minigpt_jax.training.loop import Program, sample_prompt, seed_mode, train
-from minigpt_jax.training.optim import parameter_name
+from minigpt_jax.training.optim import check_rules_match, parameter_name
 
 FINISHED = ('ok', 'diverged')
 
@@ -129,7 +129,7 @@ def _safe(value):
     return ''.join(c if c.isalnum() or c in '.+-' else '_' for c in str(value))
 
 
-def run(config, workdir, only_point=None):
+def run(config, workdir, only_point=None, profile=None):
     """Trains every run of a configuration that is not finished, then writes the report.
 
     A point that is impossible or fails is recorded with its reason, and the others go on; run
@@ -139,6 +139,7 @@ def run(config, workdir, only_point=None):
       config: as read from its file, with overrides.
       workdir: where the run, or the sweep, is kept.
       only_point: index of the only point to train, for job arrays.
+      profile: (first, last) step to trace with jax.profiler, in every run that is trained.
 
     Returns:
       The exit status: see DESIGN.md, Commands.
@@ -149,6 +150,10 @@ def run(config, workdir, only_point=None):
     points = expand(config)
     if only_point is not None and not 0 <= only_point < len(points):
         raise ConfigError(f'--point={only_point}: points go from 0 to {len(points) - 1}')
+    if profile and not 1 <= profile[0] <= profile[1] <= config.train.steps:
+        raise ConfigError(
+            f'--profile={profile[0]}:{profile[1]}: steps go from 1 to {config.train.steps}'
+        )
     if points[0].slug is None and points[0].error:
         raise ImpossibleError(points[0].error)
     _check_workdir(workdir, config if config.sweep else points[0].config)
@@ -161,7 +166,8 @@ def run(config, workdir, only_point=None):
 
     for index, (point, corpus) in enumerate(zip(points, corpora, strict=True)):
         if only_point in (None, index):
-            _run_point(point, corpus, workdir, f'[{index + 1}/{len(points)}] {point.slug or ""}')
+            name = f'[{index + 1}/{len(points)}] {point.slug}' if point.slug else workdir.name
+            _run_point(point, corpus, workdir, name, profile)
 
     # Imported here since matplotlib takes longer to import than a finished sweep to read.
     from minigpt_jax.report.pages import write_report
@@ -203,6 +209,7 @@ def _prepare(point):
         check_length(corpus.train_tokens, length, 'training')
         check_length(corpus.validation_tokens, length, 'validation')
         sample_prompt(point.config, corpus)
+        check_rules_match(point.config.optim.rules, list(_parameters(point.config, corpus)))
         mesh = sharding.make_mesh(point.config.mesh)
         for key in ('data.batch_size', 'eval.batch_size'):
             sharding.check_batch_size(key, get_key(point.config, key), mesh)
@@ -214,14 +221,18 @@ def _prepare(point):
         return dataclasses.replace(point, config=None, error=str(error)), None
 
 
+def _parameters(config, corpus):
+    """{name: shape and dtype} of every parameter."""
+    params = steps.abstract_params(config, corpus.tokenizer.vocab_size)
+    return {parameter_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
 def _print_parameters(points, corpora):
     """Prints the parameter table of the first possible point: name, shape, count."""
     for point, corpus in zip(points, corpora, strict=True):
         if corpus is not None:
-            params = steps.abstract_params(point.config, corpus.tokenizer.vocab_size)
             rows = [
-                (parameter_name(path), x.shape, x.size)
-                for path, x in jax.tree_util.tree_leaves_with_path(params)
+                (name, x.shape, x.size) for name, x in _parameters(point.config, corpus).items()
             ]
             print(f'parameters of {point.slug or "the model"}:\n{parameter_table(rows)}\n')
             return
@@ -232,7 +243,7 @@ def _status(run_dir):
     return json.loads(path.read_text())['status'] if path.exists() else 'unfinished'
 
 
-def _run_point(point, corpus, workdir, name):
+def _run_point(point, corpus, workdir, name, profile):
     """Trains the unfinished seeds of a point, together or one by one, and records failures."""
     pending = [s for s in point.seeds if _status(point.run_dir(workdir, s)) not in FINISHED]
     if not pending:
@@ -247,14 +258,14 @@ def _run_point(point, corpus, workdir, name):
     for group in groups:
         try:
             program = program or Program(point.config, corpus, len(group))
-            _train_group(point, program, workdir, group, name)
+            _train_group(point, program, workdir, group, name, profile)
         except (OSError, RunError):
             raise  # a full disk or a damaged directory will not get better by going on
         except Exception as error:
             _record(point, workdir, group, 'failed', f'{type(error).__name__}: {error}')
 
 
-def _train_group(point, program, workdir, seeds, name):
+def _train_group(point, program, workdir, seeds, name, profile):
     run_dirs = [point.run_dir(workdir, seed) for seed in seeds]
     environment = describe_environment(program.corpus)
     for seed, run_dir in zip(seeds, run_dirs, strict=True):
@@ -266,7 +277,7 @@ def _train_group(point, program, workdir, seeds, name):
         f'{program.peak_memory_mb:,.0f} MiB a seed',
         flush=True,
     )
-    for summary in train(program, seeds, run_dirs, _identity(point), name):
+    for summary in train(program, seeds, run_dirs, _identity(point), name, profile):
         if summary['error']:
             print(f'{name} seed {summary["seed"]}: {summary["status"]}: {summary["error"]}')
 

@@ -151,9 +151,12 @@ def test_dropout_follows_seed_and_step():
     config, model, init = setting(**DROPOUT)
     state = init(0)
     loss = jax.jit(
-        lambda state: steps.loss_of_batch(
-            state.params, model, batches(1)[0], steps.dropout_key(config, state)
-        )
+        lambda state: steps.token_losses(
+            state.params,
+            {'tokens_BT1': batches(1)[0]},
+            steps.dropout_key(config, state),
+            model=model,
+        )[0]
     )
     variants = [state, state._replace(step=jnp.int32(1)), state._replace(seed=jnp.uint32(1))]
     assert len({float(loss(s)) for s in variants}) == 3
@@ -198,26 +201,121 @@ def test_learning_rate_rises_linearly_and_falls_by_half_a_cosine():
     np.testing.assert_allclose([schedule(t) for t in (0, 2, 4, 20)], [0, 0.5, 1, 1], atol=1e-6)
 
 
-def test_weight_decay_acts_on_matrices_and_tables_alone():
+def moved_by(rules, **values):
+    """How far an update with gradients of zero and parameters of one moves each parameter."""
     config, _, init = setting(
         model__use_bias=True,
         optim__weight_decay=0.5,
         optim__learning_rate=0.1,
         optim__warmup_steps=0,
+        optim__rules=rules,
+        **values,
     )
     params = jax.tree.map(jnp.ones_like, init(0).params)
     optimizer = optim.make_optimizer(config.optim, 12)
     updates, _ = optimizer.update(
         jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
     )
-    moved = {
-        optim.parameter_name(path): float(jnp.abs(update).max())
+    return {
+        optim.parameter_name(path): round(float(jnp.abs(update).max()), 6)
         for path, update in jax.tree_util.tree_leaves_with_path(updates)
     }
-    decayed = {name for name, size in moved.items() if size > 0}
-    assert decayed == {n for n in moved if n.endswith(('kernel', 'embedding', 'table'))}
-    assert decayed < set(moved)
-    assert {round(moved[name], 6) for name in decayed} == {0.05}
+
+
+def test_weight_decay_spares_biases_and_scales_by_the_rule_of_the_recipes():
+    moved = moved_by(tiny_config().optim.rules)
+    spared = {name for name, size in moved.items() if size == 0}
+    assert spared == {n for n in moved if n.endswith(('bias', 'scale'))}
+    assert 0 < len(spared) < len(moved)
+    assert {size for name, size in moved.items() if name not in spared} == {0.05}
+
+
+def test_rules_match_whole_paths_and_the_last_one_counts():
+    """`attention` also begins `attention_norm`, and `out` ends several layers."""
+    moved = moved_by(
+        (
+            (r'blocks\.0\.attention\..*', 'weight_decay', 2.0),
+            (r'.*\.out\.kernel', 'weight_decay', 0.5),
+            (r'blocks\.0\.feed_forward\..*', 'learning_rate', 0.1),
+        )
+    )
+    assert moved['blocks.0.attention.qkv.kernel'] == 0.1
+    assert moved['blocks.0.attention.qkv.bias'] == 0.1
+    assert moved['blocks.0.attention.out.kernel'] == 0.025  # the later of two rules
+    assert moved['blocks.0.attention_norm.scale'] == 0.05  # no rule
+    assert moved['blocks.0.feed_forward.hidden.kernel'] == 0.005
+    assert moved['blocks.0.feed_forward.out.kernel'] == 0.0025  # two settings, both count
+    assert moved['blocks.0.feed_forward_norm.scale'] == 0.05
+
+
+def test_a_rule_that_matches_nothing_is_named():
+    names = ['blocks.0.attention.out.kernel', 'embed.embedding']
+    optim.check_rules_match((('.*kernel', 'weight_decay', 0.0),), names)
+    with pytest.raises(ValueError, match="'attention' matches no parameter as a whole"):
+        optim.check_rules_match((('attention', 'weight_decay', 0.0),), names)
+
+
+def test_the_optimizer_is_adamw():
+    """Against optax's own, three steps on a vector."""
+    config = resolve(tiny_config(**{'optim.rules': (), 'optim.clip_norm': 0.0})).optim
+    ours = optim.make_optimizer(config, 12)
+    theirs = optax.adamw(
+        optim.make_schedule(config, 12), b1=config.b1, b2=config.b2,
+        weight_decay=config.weight_decay,
+    )  # fmt: skip
+    results = []
+    for optimizer in (ours, theirs):
+        params = {'kernel': jnp.array([1.0, -2.0, 3.0])}
+        state = optimizer.init(params)
+        for step in range(3):
+            grads = {'kernel': jnp.array([0.3, -0.1, 0.02]) * (step + 1)}
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        results.append(params['kernel'])
+    np.testing.assert_allclose(*results, rtol=1e-6)
+    assert abs(results[0][0] - 1) > 1e-4
+
+
+# A batch in parts.
+
+
+@pytest.mark.parametrize('parts', [2, 4, 8])
+def test_accumulation_over_unequal_padding_equals_the_full_batch(parts):
+    _, model, init = setting()
+    params = init(0).params
+    lengths_B = np.array([8, 1, 2, 7, 1, 1, 8, 3])
+    batch = {'tokens_BT1': batches(1)[0], 'mask_BT': np.arange(8) < lengths_B[:, None]}
+    losses = functools.partial(steps.token_losses, model=model)
+    run = jax.jit(
+        lambda params, parts: steps.loss_and_gradient(losses, params, batch, None, parts),
+        static_argnums=1,
+    )
+    (full, full_grads), (split, split_grads) = run(params, 1), run(params, parts)
+    np.testing.assert_allclose(split, full, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_grads, full_grads)
+    # The mean of the parts' means, the usual mistake, is far from it.
+    means = [
+        run_mean(losses, params, jax.tree.map(lambda x, p=p: x[p::parts], batch))
+        for p in range(parts)
+    ]
+    assert abs(np.mean(means) - full) > 1e-3
+    assert run.lower(params, parts).as_text() != run.lower(params, 1).as_text()
+
+
+def run_mean(losses, params, batch):
+    total, count = losses(params, batch, None)
+    return total / count
+
+
+def test_gradient_norms_of_layers_add_up_to_the_global_one():
+    init = setting()[2]
+    _, metrics = train_call(train__log_layer_norms=True)(init(0), batches(2))
+    layers = {name: x for name, x in metrics.items() if name.startswith('grad_norm/')}
+    assert set(layers) == {
+        f'grad_norm/{x}' for x in ('blocks.0', 'embed', 'final_norm', 'positions')
+    }
+    total = sum(x**2 for x in layers.values()) ** 0.5
+    np.testing.assert_allclose(total, metrics['grad_norm'], rtol=1e-5)
 
 
 def test_gradients_are_clipped_to_the_norm():

@@ -1,0 +1,203 @@
+"""Every leaf of a configuration does something: a second valid value changes what is computed.
+
+`CASES` has a line for each key: another value, and where it shows. A new key fails the first test
+until it has one; a key whose use is taken out of the code fails the second.
+"""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from minigpt_jax.data import batches, corpora
+from minigpt_jax.data.batches import load_tokenized, training_batch
+from minigpt_jax.model import positions
+from minigpt_jax.training import loop, optim, sharding, steps, sweep
+from minigpt_jax.training.config import KEYS, flatten, resolve, with_values
+from tests.conftest import tiny_config
+
+# Where a key shows. Each is a function of a resolved configuration and of its corpus.
+
+
+def step(config, corpus):
+    """The program of a train call, as it is handed to the compiler."""
+    vocab_size = corpus.tokenizer.vocab_size
+    state = jax.eval_shape(steps.make_init(config, vocab_size), 0)
+    shape = (
+        config.train.steps_per_call, config.data.batch_size, config.model.context_length + 1,
+    )  # fmt: skip
+    call = steps.make_train_call(config, steps.build_model(config, vocab_size))
+    return jax.jit(call).lower(state, jax.ShapeDtypeStruct(shape, np.int32)).as_text()
+
+
+def first_batch(config, corpus):
+    return training_batch(
+        corpus.train_tokens,
+        context_length=config.model.context_length,
+        batch_size=config.data.batch_size,
+        seed=config.seed,
+        step=0,
+    ).tobytes()
+
+
+def learning_rates(config, corpus):
+    schedule = optim.make_schedule(config.optim, config.train.steps)
+    return [float(schedule(t)) for t in range(config.train.steps + 1)]
+
+
+def validation(config, corpus):
+    return batches.validation_batches(
+        corpus.validation_tokens,
+        context_length=config.model.context_length,
+        batch_size=config.eval.batch_size,
+    )[0].shape
+
+
+def text(config, corpus):
+    return corpus.sha256, corpus.tokenizer, bytes(corpus.validation_tokens)
+
+
+def prompt(config, corpus):
+    return loop.sample_prompt(config, corpus)
+
+
+def mesh(config, corpus):
+    return sharding.make_mesh(config.mesh).shape
+
+
+def points(config, corpus):
+    return [point.slug for point in sweep.expand(config)]
+
+
+def seeds(config, corpus):
+    return loop.seed_mode(config)
+
+
+def files(config, corpus):
+    """A file that a whole run leaves: asked for last, since it trains."""
+    raise AssertionError('see test_keys_that_show_in_files')
+
+
+CASES = {
+    'seed': (3, first_batch),
+    'sweep': ((('seed', (0, 1)),), points),
+    'data.corpus': ('python_docs', text),
+    'data.path': ('OTHER', text),
+    'data.tokenizer': None,  # one choice so far: nothing to change it to
+    'data.batch_size': (4, first_batch),
+    'data.validation_fraction': (0.3, text),
+    'model.d_model': (32, step),
+    'model.num_heads': (4, step),
+    'model.d_ff': (40, step),
+    'model.num_layers': (2, step),
+    'model.context_length': (12, step),
+    'model.norm_placement': ('post', step),
+    'model.positions': ('sinusoidal', step),
+    'model.activation': ('relu', step),
+    'model.attention_form': ('per_head', step),
+    'model.attention': None,  # `auto` is `plain` so far: see test_attention
+    'model.dropout_rate': (0.5, step),
+    'model.tie_embeddings': (False, step),
+    'model.use_bias': (True, step),
+    'optim.learning_rate': (0.5, learning_rates),
+    'optim.schedule': ('constant', learning_rates),
+    'optim.warmup_steps': (5, learning_rates),
+    'optim.final_learning_rate': (1e-3, learning_rates),
+    'optim.b1': (0.5, step),
+    'optim.b2': (0.5, step),
+    'optim.weight_decay': (0.5, step),
+    'optim.clip_norm': (0.5, step),
+    'optim.rules': ((), step),
+    'train.steps': (16, learning_rates),
+    'train.steps_per_call': (1, step),
+    'train.accumulation_steps': (2, step),
+    'train.seeds': ('vmap', seeds),
+    'train.log_every': (4, files),
+    'train.log_layer_norms': (True, step),
+    'train.checkpoint_every': (6, files),
+    'train.keep': (3, files),
+    'eval.every': (6, files),
+    'eval.batch_size': (8, validation),
+    'eval.sample_prompt': ('the next', prompt),
+    'eval.sample_tokens': (5, files),
+    'mesh.data': (2, mesh),
+}
+
+
+@pytest.fixture(scope='module')
+def paths(text_file, tmp_path_factory):
+    other = tmp_path_factory.mktemp('other') / 'other.txt'
+    other.write_text(text_file.read_text().replace('and', 'und'))
+    return {'BASE': str(text_file), 'OTHER': str(other)}
+
+
+def shows(key, paths):
+    """Whether the second value of `key` changes what its case looks at."""
+    value, look = CASES[key]
+    base = resolve(tiny_config(paths['BASE']))
+    changed = {key: paths.get(value, value) if isinstance(value, str) else value}
+    if key == 'model.d_model':
+        changed['model.d_ff'] = base.model.d_ff
+    other = resolve(with_values(base, changed))
+    assert flatten(base)[key] != flatten(other)[key]
+    seen = [look(config, load_tokenized(config.data)) for config in (base, other)]
+    assert look(base, load_tokenized(base.data)) == seen[0], 'looking twice must see the same'
+    return seen[0] != seen[1]
+
+
+def test_every_key_has_a_case_and_every_case_a_key():
+    assert set(CASES) == set(KEYS)
+
+
+WITHOUT_FILES = [key for key, case in CASES.items() if case and case[1] is not files]
+
+
+@pytest.mark.parametrize('key', WITHOUT_FILES)
+def test_a_second_value_shows(key, paths):
+    assert shows(key, paths)
+
+
+FILES = {
+    'train.log_every': lambda run: (run / 'metrics.jsonl').read_text().count('train_loss'),
+    'eval.every': lambda run: (run / 'metrics.jsonl').read_text().count('val_loss'),
+    'train.checkpoint_every': lambda run: sorted(p.name for p in (run / 'checkpoints').iterdir()),
+    'train.keep': lambda run: sorted(p.name for p in (run / 'checkpoints').iterdir()),
+    'eval.sample_tokens': lambda run: len((run / 'samples.txt').read_text()),
+}
+
+
+def test_keys_that_show_in_files(paths, tmp_path):
+    assert set(FILES) == {key for key, case in CASES.items() if case and case[1] is files}
+    sweep.run(tiny_config(paths['BASE']), tmp_path / 'base')
+    for key, look in FILES.items():
+        config = tiny_config(paths['BASE'], **{key: CASES[key][0]})
+        sweep.run(config, tmp_path / key)
+        assert look(tmp_path / key) != look(tmp_path / 'base'), key
+        assert json.loads((tmp_path / key / 'summary.json').read_text())['status'] == 'ok'
+
+
+# The proof can fail: with the use of a key taken out, its case sees nothing.
+
+
+def test_a_key_without_use_is_found_out(paths, monkeypatch):
+    monkeypatch.setattr(steps, 'dropout_key', lambda config, state: None)
+    assert not shows('model.dropout_rate', paths)
+
+
+def test_a_key_without_use_is_found_out_in_the_schedule(paths, monkeypatch):
+    monkeypatch.setattr(optim, 'make_schedule', lambda *_: lambda step: 1e-3)
+    assert not shows('optim.warmup_steps', paths)
+
+
+def test_a_key_without_use_is_found_out_in_the_model(paths, monkeypatch):
+    only = positions.LearnedPositions
+    monkeypatch.setitem(positions.POSITIONS, 'sinusoidal', only)
+    assert not shows('model.positions', paths)
+
+
+def test_a_key_without_use_is_found_out_in_the_data(paths, monkeypatch):
+    split = corpora.split_documents
+    monkeypatch.setattr(corpora, 'split_documents', lambda texts, _: split(texts, 0.1))
+    monkeypatch.setattr(corpora.TextFiles, 'VERSION', '9.9.9')  # nothing prepared before
+    assert not shows('data.validation_fraction', paths)
