@@ -36,7 +36,9 @@ def run_command(main):
     def guarded(_):
         try:
             sys.exit(main())
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            fail(f'{error.filename}: {error.strerror}' if error.filename else error)
+        except ValueError as error:
             fail(error)
         except KeyboardInterrupt:
             print('\ninterrupted: run the same command again to continue', file=sys.stderr)

@@ -1,6 +1,11 @@
 """Checkpoints of a run, and the one door to a trained run."""
 
+import contextlib
+import errno
+import io
 import json
+import shutil
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +21,26 @@ from minigpt_jax.training.optim import parameter_name
 
 class RunError(ValueError):
     """A run directory that cannot be used: one line, what is wrong and what would be right."""
+
+
+# Free space that a save asks for beyond the size of the state: metadata, metrics, events.
+_SPARE_BYTES = 4 * 2**20
+
+
+def check_space(directory, size=0):
+    """Raises OSError if there is no room for `size` bytes and a little more.
+
+    Asked before every save, since the threads of Orbax and TensorBoard would meet a full disk each
+    in its own way.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < size + _SPARE_BYTES:
+        raise OSError(
+            errno.ENOSPC,
+            f'disk full: {free / 2**20:.1f} MiB are free, {(size + _SPARE_BYTES) / 2**20:.1f} MiB '
+            'are needed; make room, then run the same command again',
+            str(directory),
+        )
 
 
 class Checkpoints:
@@ -40,6 +65,7 @@ class Checkpoints:
         # The next train call overwrites the buffers of `state` in place, while this save still
         # reads: hand Orbax a copy of its own.
         copies = jax.tree.map(jnp.copy, _named(state))
+        check_space(self._directory, sum(x.nbytes for x in copies.values()))
         self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
 
     def restore(self, step, abstract_state):
@@ -50,15 +76,18 @@ class Checkpoints:
         """
         leaves, tree = jax.tree.flatten(abstract_state)
         names = list(_named(abstract_state))
-        try:
-            args = ocp.args.StandardRestore(dict(zip(names, leaves, strict=True)))
-            restored = self._manager.restore(step, args=args)
-        # A damaged checkpoint shows as any of a dozen types, from KeyError to XlaRuntimeError.
-        except Exception as error:
-            raise RunError(
-                f'{self._directory / str(step)}: unreadable checkpoint '
-                f'({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""})'
-            ) from error
+        args = ocp.args.StandardRestore(dict(zip(names, leaves, strict=True)))
+        # When one array cannot be read, the reads of the others end in tracebacks on stderr.
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                restored = self._manager.restore(step, args=args)
+            # A damaged checkpoint shows as any of a dozen types, from KeyError to XlaRuntimeError.
+            except Exception as error:
+                time.sleep(0.2)  # until those other reads have ended
+                reason = ' '.join(str(error).split(' [')[0].split())[:300]
+                raise RunError(
+                    f'{self._directory / str(step)}: unreadable checkpoint: {reason}'
+                ) from error
         return jax.tree.unflatten(tree, [restored[name] for name in names])
 
     def delete_after(self, step):

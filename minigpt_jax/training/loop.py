@@ -1,5 +1,6 @@
 """One run, or the runs of several seeds in one program: train, evaluate, save, resume, sample."""
 
+import contextlib
 import functools
 import math
 import statistics
@@ -137,30 +138,56 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
       RunError: if there are checkpoints, but no readable one.
     """
     config = program.config
-    total, per_call = config.train.steps, config.train.steps_per_call
-    checkpoints = [checkpoint.Checkpoints(run_dir, config.train.keep) for run_dir in run_dirs]
-    begin, states = checkpoint.restore_newest(checkpoints, jax.eval_shape(program.init, 0))
-    if begin:
-        print(f'{name}: continues at step {begin:,} of {total:,}', flush=True)
-    state = program.start(states or [program.init(seed) for seed in seeds])
-    for run_dir, saved in zip(run_dirs, checkpoints, strict=True):
-        saved.delete_after(begin)
-        checkpoint.write_tokenizer(run_dir, program.corpus.tokenizer)
+    # Also when the loop ends in an error: a save that is under way is finished, not torn.
+    with contextlib.ExitStack() as stack:
+        checkpoints = []
+        for run_dir in run_dirs:
+            checkpoints.append(checkpoint.Checkpoints(run_dir, config.train.keep))
+            stack.callback(checkpoints[-1].close)
+        begin, states = checkpoint.restore_newest(checkpoints, jax.eval_shape(program.init, 0))
+        if begin:
+            print(f'{name}: continues at step {begin:,} of {config.train.steps:,}', flush=True)
+        checkpoint.check_space(run_dirs[0])
+        for run_dir, saved in zip(run_dirs, checkpoints, strict=True):
+            saved.delete_after(begin)
+            checkpoint.write_tokenizer(run_dir, program.corpus.tokenizer)
+        writers = [RunWriter(run_dir, begin) for run_dir in run_dirs]
+        for writer in writers:
+            stack.callback(writer.close)
+        progress = Progress(name, begin, config.train.steps)
+        stack.callback(progress.close)
+        state = program.start(states or [program.init(seed) for seed in seeds])
+        batches = _batches(program, seeds, begin)
+        trace = profile and (*profile, run_dirs[0] / 'profile')
+        state = _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
 
-    batches = _batches(program, seeds, begin)
-    writers = [RunWriter(run_dir, begin) for run_dir in run_dirs]
-    progress = Progress(name, begin, total)
-    finite = [True] * len(seeds)
-    losses = {}
+    summaries = []
+    for e, (seed, run_dir) in enumerate(zip(seeds, run_dirs, strict=True)):
+        own = program.of_seed(state, e)
+        if own.finite:
+            write_sample(program, own.params, run_dir)
+            outcome = {'status': 'ok', 'error': None, **_final_metrics(run_dir)}
+        else:
+            outcome = {'status': 'diverged', 'error': diagnose(program, own)}
+        outcome = {**identity, 'seed': seed, 'steps': int(own.step), **outcome}
+        summaries.append(summarize(program, run_dir, outcome))
+    return summaries
+
+
+def _loop(program, state, begin, batches, checkpoints, writers, progress, trace):
+    """The state after the last step, or after the call in which the last seed diverged."""
+    config = program.config
+    total, per_call, num_seeds = config.train.steps, config.train.steps_per_call, len(writers)
+    finite, losses = [True] * num_seeds, {}
     window_start, window_wait, window_step = time.monotonic(), 0.0, begin
     for step in range(begin + per_call, total + 1, per_call):
-        if profile and step - per_call < profile[0] <= step:
-            jax.profiler.start_trace(str(run_dirs[0] / 'profile'))
+        if trace and step - per_call < trace[0] <= step:
+            jax.profiler.start_trace(str(trace[2]))
         waiting = time.monotonic()
         batch = jax.device_put(next(batches), program.batch_sharding)
         window_wait += time.monotonic() - waiting
         state, metrics = program.train_call(state, batch)
-        if profile and step - per_call < profile[1] <= step:
+        if trace and step - per_call < trace[1] <= step:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
         logs, evaluates, saves = (
@@ -176,21 +203,15 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
         metrics, now_finite = jax.device_get((metrics, state.finite))  # waits for the call
         seconds = time.monotonic() - window_start
         now_finite = list(np.atleast_1d(now_finite))
-        values = [{} for _ in seeds]
+        values = [{} for _ in writers]
         if logs:
-            values = [_log_values(program.of_seed(metrics, e)) for e in range(len(seeds))]
+            values = [_log_values(program.of_seed(metrics, e)) for e in range(num_seeds)]
             losses['loss'] = np.mean([value['train_loss'] for value in values])
         if evaluates:
             for value, val_loss in zip(values, evaluate(program, state), strict=True):
                 value['val_loss'] = val_loss
             losses['val_loss'] = np.mean([value['val_loss'] for value in values])
-        steps_done = step - window_step
-        timing = {
-            'seconds': seconds / len(seeds),
-            'step_ms': 1e3 * seconds / len(seeds) / steps_done,
-            'tokens_per_second': len(seeds) * steps_done * tokens_per_step(config) / seconds,
-            'data_wait_s': window_wait / len(seeds),
-        }
+        timing = _timing(config, seconds, window_wait, step - window_step, num_seeds)
         for e, writer in enumerate(writers):
             if finite[e] and now_finite[e]:
                 writer.write('metrics', step, values[e])
@@ -207,21 +228,17 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
             for e, saved in enumerate(checkpoints):
                 saved.save(step, program.of_seed(state, e))
         window_start, window_wait, window_step = time.monotonic(), 0.0, step
-    progress.close()
-    for closing in (*writers, *checkpoints):
-        closing.close()
+    return state
 
-    summaries = []
-    for e, (seed, run_dir) in enumerate(zip(seeds, run_dirs, strict=True)):
-        own = program.of_seed(state, e)
-        if finite[e]:
-            write_sample(program, own.params, run_dir)
-            outcome = {'status': 'ok', 'error': None, **_final_metrics(run_dir)}
-        else:
-            outcome = {'status': 'diverged', 'error': diagnose(program, own)}
-        outcome = {**identity, 'seed': seed, 'steps': int(own.step), **outcome}
-        summaries.append(summarize(program, run_dir, outcome))
-    return summaries
+
+def _timing(config, seconds, wait, num_steps, num_seeds):
+    """A line of timing.jsonl: shares of one seed, but tokens/s of the whole program."""
+    return {
+        'seconds': seconds / num_seeds,
+        'step_ms': 1e3 * seconds / num_seeds / num_steps,
+        'tokens_per_second': num_seeds * num_steps * tokens_per_step(config) / seconds,
+        'data_wait_s': wait / num_seeds,
+    }
 
 
 def _batches(program, seeds, first_step):

@@ -101,7 +101,10 @@ def make_train_step(config, model):
 
 
 def token_losses(params, batch, key, *, model):
-    """(sum of next-token losses in nats, number of targets) of tokens_BT1 and an optional mask_BT."""
+    """(sum of next-token losses in nats, number of targets) of a batch.
+
+    `batch` holds tokens_BT1 and, where some targets do not count, mask_BT.
+    """
     tokens_BT1 = batch['tokens_BT1']
     logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1], dropout_key=key)
     return next_token_loss(logits_BTV, tokens_BT1[:, 1:], batch.get('mask_BT'))
@@ -136,7 +139,7 @@ def loss_and_gradient(losses, params, batch, key, parts=1):
 
 
 def layer_norms(grads):
-    """{'grad_norm/blocks.0': …}: the gradient's norm in each layer, and in what is outside of them."""
+    """{'grad_norm/blocks.0': …}: the gradient's norm in each layer, and in each part outside."""
     groups = {}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         names = parameter_name(path).split('.')
