@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -185,3 +186,68 @@ def test_train_refuses_the_workdir_of_another_configuration(korean):
     assert_one_line(done, 'train.steps was 12, is 24')
     assert f'--workdir={workdir}-2' in done.stderr
     assert (workdir / 'summary.json').read_bytes() == before
+
+
+# What the disk can do to a run.
+
+
+def on_a_small_disk(tmp_path, options, *arguments):
+    """Runs `train` with a workdir on a file system of its own, mounted with `options`."""
+    mounted = tmp_path / 'disk'
+    mounted.mkdir()
+    command = [sys.executable, '-m', 'minigpt_jax.train', *arguments, f'--workdir={mounted}/run']
+    done = subprocess.run(
+        ['unshare', '-m', 'sh', '-c', f'mount -t tmpfs -o {options} tmpfs {mounted} && exec "$@"',
+         'sh', *command],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ, timeout=300,
+    )  # fmt: skip
+    if 'unshare' in done.stderr or 'mount' in done.stderr.splitlines()[:1]:
+        if os.environ.get('CI'):
+            pytest.fail(done.stderr)
+        pytest.skip(f'no file system can be mounted here: {done.stderr.strip()}')
+    return done
+
+
+@pytest.mark.parametrize(
+    ('options', 'line'), [('size=200k', 'disk full'), ('ro,size=200k', 'Read-only file system')]
+)
+def test_train_says_in_one_line_what_is_wrong_with_the_disk(korean, tmp_path, options, line):
+    _, path, _ = korean
+    done = on_a_small_disk(
+        tmp_path, options, '--config=configs/minigpt.py', *TINY, f'--config.data.path={path}'
+    )
+    assert_one_line(done, line)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(korean, tmp_path):
+    workdir = tmp_path / 'run'
+    shutil.copytree(korean[0], workdir)
+    damage(workdir / 'checkpoints/12')
+    common = ('sample', f'--workdir={workdir}', '--prompt=책', '--num_tokens=3')
+    done = run(*common)
+    assert 'checkpoints/12: unreadable checkpoint' in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout.startswith('책')
+    damage(workdir / 'checkpoints/8')
+    done = run(*common, check=False)
+    assert done.returncode == 2
+    assert 'none before it is readable' in done.stderr.splitlines()[-1]
+    assert 'Traceback' not in done.stderr
+
+
+def damage(checkpoint):
+    files = list(checkpoint.glob('**/d/*'))
+    assert files
+    for file in files:
+        file.write_bytes(b'')
+
+
+def test_profile_leaves_a_trace_and_refuses_what_is_no_range(korean, tmp_path):
+    _, path, _ = korean
+    common = ('--config=configs/minigpt.py', *TINY, f'--config.data.path={path}')
+    run('train', *common, f'--workdir={tmp_path / "run"}', '--profile=3:4')
+    assert list((tmp_path / 'run/profile').glob('**/*.xplane.pb'))
+    for profile, line in (('5:2', 'steps from 1 to 12, START first'), ('x', 'expected START:STOP')):
+        done = run('train', *common, f'--workdir={tmp_path / "no"}', f'--profile={profile}',
+                   check=False)  # fmt: skip
+        assert_one_line(done, line)

@@ -164,7 +164,10 @@ def _windows(
     offsets_T1 = np.arange(context_length + 1)
 
     # Grain permutes the starts, one number each; the windows of a batch are gathered in one go.
-    starts = grain.MapDataset.range(len(tokens) - context_length).seed(seed).shuffle().repeat()
+    num_starts = len(tokens) - context_length
+    # As good as for ever; Grain's own "for ever" overflows when it is cut into batches of one.
+    epochs = 2**62 // num_starts
+    starts = grain.MapDataset.range(num_starts).seed(seed).shuffle().repeat(epochs)
     return starts.batch(batch_size).map(
         lambda starts_B: tokens[starts_B[:, None] + offsets_T1].astype(np.int32)
     )

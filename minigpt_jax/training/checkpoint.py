@@ -3,8 +3,8 @@
 import contextlib
 import errno
 import io
-import json
 import shutil
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -15,13 +15,8 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data.tokenizers import tokenizer_from_dict
 from minigpt_jax.training import steps
-from minigpt_jax.training.config import read_config, write_json
+from minigpt_jax.training.config import RunError, read_config, read_json, write_json
 from minigpt_jax.training.optim import parameter_name
-
-
-class RunError(ValueError):
-    """A run directory that cannot be used: one line, what is wrong and what would be right."""
-
 
 # Free space that a save asks for beyond the size of the state: metadata, metrics, events.
 _SPARE_BYTES = 4 * 2**20
@@ -52,7 +47,10 @@ class Checkpoints:
     def __init__(self, run_dir, keep=None):
         self._directory = run_dir.resolve() / 'checkpoints'
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        # Named here, since Orbax would infer it from the newest directory, which may be damaged.
+        self._manager = ocp.CheckpointManager(
+            self._directory, options=options, item_handlers=ocp.StandardCheckpointHandler()
+        )
 
     def steps(self):
         """Steps with a finished checkpoint, newest first."""
@@ -66,17 +64,21 @@ class Checkpoints:
         # reads: hand Orbax a copy of its own.
         copies = jax.tree.map(jnp.copy, _named(state))
         check_space(self._directory, sum(x.nbytes for x in copies.values()))
-        self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
+        with self._naming_failures():
+            self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
 
     def restore(self, step, abstract_state):
-        """The state saved at `step`, in the structure and shardings of `abstract_state`.
+        """The state saved at `step`, in the structure of `abstract_state`, on the first device.
 
         Raises:
           RunError: if it cannot be read.
         """
         leaves, tree = jax.tree.flatten(abstract_state)
         names = list(_named(abstract_state))
-        args = ocp.args.StandardRestore(dict(zip(names, leaves, strict=True)))
+        # Without a sharding of our own, Orbax wants the devices that the state was saved on.
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        targets = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in leaves]
+        args = ocp.args.StandardRestore(dict(zip(names, targets, strict=True)))
         # When one array cannot be read, the reads of the others end in tracebacks on stderr.
         with contextlib.redirect_stderr(io.StringIO()):
             try:
@@ -98,8 +100,21 @@ class Checkpoints:
 
     def close(self):
         """Waits for a save that is under way."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        with self._naming_failures():
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _naming_failures(self):
+        """Orbax reports a failed write as whatever its threads raised, some of it much later."""
+        try:
+            yield
+        except Exception as error:
+            reason = ' '.join(str(error).split(' [')[0].split())[:300]
+            raise RunError(
+                f'{self._directory}: cannot save a checkpoint: {reason}; '
+                'mend it, then run the same command again'
+            ) from error
 
 
 def _named(state):
@@ -141,7 +156,7 @@ def load_run(workdir):
     checkpoints = Checkpoints(workdir)
     if not tokenizer_file.exists() or not checkpoints.steps():
         raise RunError(f'{workdir}: no checkpoint yet; train it first, with the same --workdir')
-    tokenizer = tokenizer_from_dict(json.loads(tokenizer_file.read_text()))
+    tokenizer = tokenizer_from_dict(read_json(tokenizer_file, 'kind'))
     state = jax.eval_shape(steps.make_init(config, tokenizer.vocab_size), 0)
     step, state = restore_newest([checkpoints], state)
     checkpoints.close()
@@ -164,7 +179,7 @@ def restore_newest(all_checkpoints, abstract_state):
             return step, [c.restore(step, abstract_state) for c in all_checkpoints]
         except RunError as e:
             error = e
-            print(f'{e}; trying the one before', flush=True)
+            print(f'{e}; trying the one before', file=sys.stderr, flush=True)
     if error is not None:
         raise RunError(f'{error}; none before it is readable: remove them to start again')
     return 0, None

@@ -16,6 +16,7 @@ from minigpt_jax.data.tokenizers import TOKENIZERS
 from minigpt_jax.model.attention import ATTENTION_FORMS, IMPLEMENTATIONS
 from minigpt_jax.model.positions import POSITIONS
 from minigpt_jax.model.transformer import ACTIVATIONS, NORM_PLACEMENTS
+from minigpt_jax.report.tables import write_atomically
 from minigpt_jax.training.optim import SCHEDULES, check_rules
 
 SEED_MODES = ('auto', 'separate', 'map', 'vmap')
@@ -23,6 +24,10 @@ SEED_MODES = ('auto', 'separate', 'map', 'vmap')
 
 class ConfigError(ValueError):
     """A configuration that a user can mend: one line, what is wrong and what would be right."""
+
+
+class RunError(ValueError):
+    """A run directory that cannot be used: one line, what is wrong and what would be right."""
 
 
 class ImpossibleError(ConfigError):
@@ -271,12 +276,25 @@ def write_config(run_dir, config, environment):
 def read_config(run_dir):
     """The configuration in `config.json`, or None where there is no such file."""
     path = run_dir / 'config.json'
-    return ConfigDict(json.loads(path.read_text())['config']) if path.exists() else None
+    return ConfigDict(read_json(path, 'config')['config']) if path.exists() else None
+
+
+def read_json(path, key):
+    """The dict in a file of a run, which must hold `key`.
+
+    Raises:
+      RunError: naming the file, if it is damaged.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise RunError(f'{path}: damaged ({error}); restore it, or use a fresh workdir') from None
+    if not isinstance(value, dict) or key not in value:
+        raise RunError(f'{path}: damaged (no {key!r} in it); restore it, or use a fresh workdir')
+    return value
 
 
 def write_json(path, value):
     """Writes `value` as JSON, atomically: a reader finds the old file or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.{path.name}.part')
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n')
-    temporary.replace(path)
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + '\n')

@@ -164,11 +164,15 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
     summaries = []
     for e, (seed, run_dir) in enumerate(zip(seeds, run_dirs, strict=True)):
         own = program.of_seed(state, e)
-        if own.finite:
-            write_sample(program, own.params, run_dir)
-            outcome = {'status': 'ok', 'error': None, **_final_metrics(run_dir)}
-        else:
+        final = _final_metrics(run_dir) if own.finite else {}
+        if not own.finite:
             outcome = {'status': 'diverged', 'error': diagnose(program, own)}
+        elif not math.isfinite(final['val_loss']):
+            # The loss of a step is taken before its update: the last update is judged here.
+            outcome = {'status': 'diverged', 'error': f'validation loss {final["val_loss"]}'}
+        else:
+            write_sample(program, own.params, run_dir)
+            outcome = {'status': 'ok', 'error': None, **final}
         outcome = {**identity, 'seed': seed, 'steps': int(own.step), **outcome}
         summaries.append(summarize(program, run_dir, outcome))
     return summaries
@@ -178,18 +182,20 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
     """The state after the last step, or after the call in which the last seed diverged."""
     config = program.config
     total, per_call, num_seeds = config.train.steps, config.train.steps_per_call, len(writers)
-    finite, losses = [True] * num_seeds, {}
+    finite, losses, tracing = [True] * num_seeds, {}, False
     window_start, window_wait, window_step = time.monotonic(), 0.0, begin
     for step in range(begin + per_call, total + 1, per_call):
-        if trace and step - per_call < trace[0] <= step:
+        if trace and not tracing and step - per_call < trace[1] and trace[0] <= step:
             jax.profiler.start_trace(str(trace[2]))
+            tracing = True
         waiting = time.monotonic()
         batch = jax.device_put(next(batches), program.batch_sharding)
         window_wait += time.monotonic() - waiting
         state, metrics = program.train_call(state, batch)
-        if trace and step - per_call < trace[1] <= step:
+        if tracing and trace[1] <= step:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
+            trace = tracing = None
         logs, evaluates, saves = (
             step % every == 0 or step == total
             for every in (
@@ -214,7 +220,8 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
         timing = _timing(config, seconds, window_wait, step - window_step, num_seeds)
         for e, writer in enumerate(writers):
             if finite[e] and now_finite[e]:
-                writer.write('metrics', step, values[e])
+                if values[e]:
+                    writer.write('metrics', step, values[e])
                 writer.write('timing', step, timing)
         finite = now_finite
         progress.update(
@@ -223,6 +230,8 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
             **{'tokens/s': f'{timing["tokens_per_second"]:,.0f}'},
         )
         if not any(finite):
+            if tracing:
+                jax.profiler.stop_trace()
             break
         if saves:
             for e, saved in enumerate(checkpoints):
@@ -303,8 +312,12 @@ def sample_prompt(config, corpus):
         text = corpus.tokenizer.decode(corpus.validation_tokens[:200])
         known = [line for line in text.splitlines() if line and '<' not in line]
         prompt = ' '.join((known or [text])[0].split()[:3])[:24]
-    if not prompt or (unknown := corpus.tokenizer.unknown_symbols(prompt)):
-        raise ValueError(f'eval.sample_prompt={prompt!r}: empty, or with unknown symbols {unknown}')
+    if not prompt:
+        raise ValueError('eval.sample_prompt is empty: give at least one symbol')
+    if unknown := corpus.tokenizer.unknown_symbols(prompt):
+        raise ValueError(
+            f'eval.sample_prompt={prompt!r}: unknown symbols {" ".join(map(repr, unknown))}'
+        )
     return prompt
 
 
@@ -335,7 +348,8 @@ def summarize(program, run_dir, outcome):
             x.size for x in jax.tree.leaves(steps.abstract_params(config, program.vocab_size))
         ),
         'tokens_seen': outcome['steps'] * tokens_per_step(config),
-        'val_perplexity': None if val_loss is None else math.exp(val_loss),
+        # Beyond exp(700) a float overflows, and the number says no more than that.
+        'val_perplexity': None if val_loss is None or val_loss > 700 else math.exp(val_loss),
         'bits_per_byte': bits,
         'tokens_per_second': _median(timing, 'tokens_per_second'),
         'step_ms': _median(timing, 'step_ms'),

@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules, from the `optim` group of a configuration."""
 
+import math
 import re
 
 import jax
@@ -16,6 +17,8 @@ def make_schedule(optim, total_steps):
     half a cosine to `final_learning_rate` at `total_steps` (`cosine`; Loshchilov and Hutter 2017).
     """
     if optim.schedule == 'constant':
+        if not optim.warmup_steps:  # optax would stay at the start of a rise of no length: at 0
+            return optax.constant_schedule(optim.learning_rate)
         return optax.warmup_constant_schedule(0.0, optim.learning_rate, optim.warmup_steps)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -74,7 +77,7 @@ def check_rules(rules):
         pattern, setting, factor = rule
         if setting not in RULED:
             return f'{setting!r}: a rule is about {" or ".join(RULED)}'
-        if type(factor) not in (int, float) or factor < 0:
+        if type(factor) not in (int, float) or not math.isfinite(factor) or factor < 0:
             return f'{factor!r}: the factor of a rule is a number, 0 or more'
         try:
             re.compile(pattern)

@@ -1,23 +1,26 @@
 """Many runs: the points of a sweep, one after the other, and their report."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 
+import filelock
 import jax
 from ml_collections import ConfigDict
 
 from minigpt_jax.data.batches import check_length, load_tokenized
 from minigpt_jax.report.tables import parameter_table
 from minigpt_jax.training import sharding, steps
-from minigpt_jax.training.checkpoint import RunError
 from minigpt_jax.training.config import (
     ConfigError,
     ImpossibleError,
+    RunError,
     describe_environment,
     differences,
     get_key,
     read_config,
+    read_json,
     resolve,
     with_values,
     write_config,
@@ -67,14 +70,18 @@ def read_axes(sweep):
             )
         keys, rows = axis
         joint = not isinstance(keys, str)
+        if joint and not (isinstance(keys, tuple | list) and all(isinstance(k, str) for k in keys)):
+            raise ConfigError(f'sweep: {keys!r} is neither a key nor several: {example}')
         if not isinstance(rows, tuple | list) or not rows:
             raise ConfigError(f'sweep: the values of {keys!r} must be a tuple such as (1, 2, 4)')
         keys = tuple(keys) if joint else (keys,)
-        rows = [tuple(row) if joint else (row,) for row in rows]
+        rows = [row if joint else (row,) for row in rows]
         for row in rows:
+            if not isinstance(row, tuple | list):
+                raise ConfigError(f'sweep: {row!r} must have a value for each of {keys}')
             if len(row) != len(keys):
                 raise ConfigError(f'sweep: {row!r} must have a value for each of {keys}')
-        if len(set(rows)) < len(rows):
+        if len(set(map(repr, rows))) < len(rows):
             raise ConfigError(f'sweep: a value of {" and ".join(keys)} stands twice')
         axes.append((keys, rows))
     names = [key for keys, _ in axes for key in keys]
@@ -152,15 +159,27 @@ def run(config, workdir, only_point=None, profile=None):
         raise ConfigError(f'--point={only_point}: points go from 0 to {len(points) - 1}')
     if profile and not 1 <= profile[0] <= profile[1] <= config.train.steps:
         raise ConfigError(
-            f'--profile={profile[0]}:{profile[1]}: steps go from 1 to {config.train.steps}'
+            f'--profile={profile[0]}:{profile[1]}: START and STOP are steps from 1 to '
+            f'{config.train.steps}, START first'
         )
     if points[0].slug is None and points[0].error:
         raise ImpossibleError(points[0].error)
     _check_workdir(workdir, config if config.sweep else points[0].config)
-    prepared = [_prepare(point) for point in points]
+    loaded = {}  # points mostly share a corpus
+    prepared = [_prepare(point, loaded) for point in points]
     points, corpora = [point for point, _ in prepared], [corpus for _, corpus in prepared]
     _print_parameters(points, corpora)
-    if config.sweep:
+    for point, corpus in zip(points, corpora, strict=True):
+        for seed in point.seeds if corpus else ():
+            _check_corpus(point.run_dir(workdir, seed), corpus)
+    trained = points if only_point is None else [points[only_point]]
+    pending = any(
+        _status(point.run_dir(workdir, seed)) not in FINISHED
+        for point in trained
+        for seed in point.seeds
+    )
+    # A finished sweep keeps the record of the machine and the commit that made it.
+    if config.sweep and (pending or not (workdir / 'config.json').exists()):
         known = [corpus for corpus in corpora if corpus is not None]
         write_config(workdir, config, describe_environment(known[0]) if known else {})
 
@@ -175,7 +194,6 @@ def run(config, workdir, only_point=None, profile=None):
     axes = [keys for keys, _ in read_axes(config.sweep) if keys != ('seed',)]
     run_dirs = [point.run_dir(workdir, seed) for point in points for seed in point.seeds]
     print('\n' + write_report(workdir, axes, run_dirs))
-    trained = points if only_point is None else [points[only_point]]
     statuses = {_status(point.run_dir(workdir, seed)) for point in trained for seed in point.seeds}
     good = {'ok'} if points[0].slug is None else set(FINISHED)
     return 0 if statuses <= good else 1
@@ -195,16 +213,26 @@ def _check_workdir(workdir, config):
     )
 
 
-_corpora = {}
+def _check_corpus(run_dir, corpus):
+    """Refuses to go on with a run on another text than the one that it began with."""
+    path = run_dir / 'config.json'
+    if not path.exists():
+        return
+    old = read_json(path, 'environment')['environment'].get('corpus_sha256')
+    if old not in (None, corpus.sha256):
+        raise RunError(
+            f'{run_dir}: began on a corpus of sha256 {old[:12]}…, which is now '
+            f'{corpus.sha256[:12]}…; restore the text, or choose a fresh --workdir'
+        )
 
 
-def _prepare(point):
+def _prepare(point, loaded):
     """Loads the corpus of a point and checks what depends on it: (point, corpus)."""
     if point.config is None:
         return point, None
     try:
         key = json.dumps(point.config.data.to_dict())
-        corpus = _corpora.get(key) or _corpora.setdefault(key, load_tokenized(point.config.data))
+        corpus = loaded.get(key) or loaded.setdefault(key, load_tokenized(point.config.data))
         length = point.config.model.context_length
         check_length(corpus.train_tokens, length, 'training')
         check_length(corpus.validation_tokens, length, 'validation')
@@ -240,7 +268,10 @@ def _print_parameters(points, corpora):
 
 def _status(run_dir):
     path = run_dir / 'summary.json'
-    return json.loads(path.read_text())['status'] if path.exists() else 'unfinished'
+    try:
+        return read_json(path, 'status')['status'] if path.exists() else 'unfinished'
+    except RunError:  # its run is asked again, and writes it anew
+        return 'unfinished'
 
 
 def _run_point(point, corpus, workdir, name, profile):
@@ -262,11 +293,27 @@ def _run_point(point, corpus, workdir, name, profile):
         except (OSError, RunError):
             raise  # a full disk or a damaged directory will not get better by going on
         except Exception as error:
-            _record(point, workdir, group, 'failed', f'{type(error).__name__}: {error}')
+            left = [s for s in group if _status(point.run_dir(workdir, s)) not in FINISHED]
+            _record(point, workdir, left, 'failed', f'{type(error).__name__}: {error}')
 
 
 def _train_group(point, program, workdir, seeds, name, profile):
     run_dirs = [point.run_dir(workdir, seed) for seed in seeds]
+    with contextlib.ExitStack() as locks:
+        for run_dir in run_dirs:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(run_dir / '.lock', blocking=False)
+            try:
+                locks.enter_context(lock)
+            except filelock.Timeout:
+                raise RunError(
+                    f'{run_dir}: another process is training here; wait for it, or choose another '
+                    '--workdir'
+                ) from None
+        _train_locked(point, program, run_dirs, seeds, name, profile)
+
+
+def _train_locked(point, program, run_dirs, seeds, name, profile):
     environment = describe_environment(program.corpus)
     for seed, run_dir in zip(seeds, run_dirs, strict=True):
         config = with_values(point.config, {'seed': seed, 'sweep': ()})

@@ -216,3 +216,10 @@ def test_a_mistyped_tokenizer_is_noticed_before_anything_is_prepared(data, tmp_p
     with pytest.raises(corpora.DataError, match=r"data.tokenizer is 'cha'.*'char'"):
         batches.load_tokenized(data)
     assert not (tmp_path / 'tfds').exists()
+
+
+def test_a_batch_of_one_window():
+    tokens = np.arange(50, dtype=np.uint8)
+    first = next(batches.training_batches(tokens, context_length=4, batch_size=1, seed=0))
+    assert first.shape == (1, 1, 5)
+    np.testing.assert_array_equal(np.diff(first[0, 0]), 1)

@@ -332,3 +332,9 @@ def test_gradients_are_clipped_to_the_norm():
     norm = optax.tree.norm(grads)
     np.testing.assert_allclose(first_moment(0.5), 0.1 * 0.5, rtol=1e-5)
     np.testing.assert_allclose(first_moment(0.0), 0.1 * norm, rtol=1e-5)
+
+
+def test_a_constant_rate_without_warm_up_begins_at_its_peak():
+    config = resolve(tiny_config(**{'optim.schedule': 'constant', 'optim.warmup_steps': 0})).optim
+    schedule = optim.make_schedule(config, 12)
+    np.testing.assert_allclose([schedule(t) for t in (0, 1, 11)], config.learning_rate)

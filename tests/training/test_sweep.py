@@ -2,6 +2,10 @@
 
 import csv
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -11,7 +15,7 @@ from minigpt_jax.report.writers import read_lines
 from minigpt_jax.training import sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
 from minigpt_jax.training.config import ConfigError, read_config
-from tests.conftest import tiny_config
+from tests.conftest import ROOT, tiny_config
 
 HEADS = (('model.num_heads', (1, 2)), ('seed', (0, 1, 2)))
 
@@ -266,3 +270,78 @@ def test_a_diverged_point_is_a_result_with_a_diagnosis(text_file, tmp_path):
         assert text in text_file.read_text()
         assert len(text) >= 8  # the context
     assert 0 < summaries[0]['steps'] < 12
+
+
+def test_a_finished_run_keeps_the_record_of_what_made_it(finished, monkeypatch):
+    workdir, config = finished
+    before = (workdir / 'config.json').read_bytes()
+    monkeypatch.setattr(sweep, 'describe_environment', lambda corpus: {'device': 'another'})
+    assert sweep.run(config, workdir) == 0
+    assert (workdir / 'config.json').read_bytes() == before
+
+
+def test_a_text_that_has_changed_is_refused(text_file, tmp_path):
+    path = tmp_path / 'text.txt'
+    path.write_text(text_file.read_text())
+    config = tiny_config(path, **{'train.steps': 4})
+    assert sweep.run(config, tmp_path / 'run') == 0
+    path.write_text(text_file.read_text().replace('next', 'text'))
+    with pytest.raises(RunError, match='began on a corpus of sha256'):
+        sweep.run(config, tmp_path / 'run')
+
+
+def test_a_last_update_that_breaks_the_parameters_is_a_divergence(text_file, tmp_path):
+    """The loss of a step is taken before its update: a call of the last step alone sees it."""
+    config = tiny_config(
+        text_file,
+        **{
+            'optim.schedule': 'constant',
+            'optim.warmup_steps': 0,
+            'optim.learning_rate': 1e38,
+            'optim.weight_decay': 1e38,
+            'train.steps': 1,
+            'train.steps_per_call': 1,
+            'train.log_every': 1,
+            'train.checkpoint_every': 1,
+            'eval.every': 1,
+        },
+    )
+    assert sweep.run(config, tmp_path) == 1
+    summary = json.loads((tmp_path / 'summary.json').read_text())
+    assert summary['status'] == 'diverged'
+    assert 'validation loss' in summary['error']
+
+
+def test_an_empty_newest_checkpoint_is_skipped(finished, tmp_path):
+    workdir, _ = finished
+    run_dir = tmp_path / 'run'
+    shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
+    for path in (run_dir / 'checkpoints/12').iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert load_run(run_dir).step == 8
+
+
+def test_a_damaged_file_of_a_run_is_named(finished, tmp_path):
+    workdir, _ = finished
+    for name, content in [('config.json', '{"conf'), ('tokenizer.json', '{}')]:
+        run_dir = tmp_path / name.split('.')[0]
+        shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
+        (run_dir / name).write_text(content)
+        with pytest.raises(RunError, match=f'{name}: damaged'):
+            load_run(run_dir)
+
+
+def test_a_checkpoint_of_eight_devices_is_read_on_one(text_file, tmp_path):
+    config = tiny_config(text_file, **{'mesh.data': 8, 'train.steps': 4})
+    assert sweep.run(config, tmp_path) == 0
+    script = (
+        'import pathlib, sys, jax\n'
+        'from minigpt_jax.training.checkpoint import load_run\n'
+        'assert len(jax.devices()) == 1\n'
+        'print(load_run(pathlib.Path(sys.argv[1])).step)'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', script, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {'XLA_FLAGS': ''},
+    )  # fmt: skip
+    assert done.stdout.strip() == '4', done.stderr
