@@ -14,13 +14,13 @@ def get_config(variant=''):
     c = minigpt.get_config()
     # Small enough for fifteen runs in ten minutes on two cores, and tuned for four heads.
     c.data.batch_size = 8
-    c.data.validation_fraction = 0.03
+    c.data.validation_fraction = 0.02
     c.model.num_layers = 2
     c.optim.learning_rate = 4e-3
     c.optim.final_learning_rate = 4e-4
-    c.train.steps = 900
-    c.train.checkpoint_every = 900
-    c.eval.every = 300
+    c.train.steps = 660
+    c.train.checkpoint_every = 660
+    c.eval.every = 220
     c.sweep = (('model.num_heads', (1, 2, 4, 8, 16)), ('seed', (0, 1, 2)))
     if variant not in VARIANTS:
         raise ValueError(

@@ -15,7 +15,9 @@ from minigpt_jax.training.config import KEYS, unknown_key
 def run_command(main):
     """Runs `main()`, which returns an exit status, with parsed flags.
 
-    Errors of flags, configuration, data or files end in one line on stderr and exit status 2.
+    Errors of flags, configuration, data or files end in one line on stderr and exit status 2. The
+    exceptions that this project defines are of that kind; any other is a fault of the code, and
+    keeps its traceback.
     """
 
     def parse(argv):
@@ -39,6 +41,8 @@ def run_command(main):
         except OSError as error:
             fail(f'{error.filename}: {error.strerror}' if error.filename else error)
         except ValueError as error:
+            if not type(error).__module__.startswith('minigpt_jax.'):
+                raise
             fail(error)
         except KeyboardInterrupt:
             print('\ninterrupted: run the same command again to continue', file=sys.stderr)

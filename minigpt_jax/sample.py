@@ -3,6 +3,7 @@
 python -m minigpt_jax.sample --workdir=runs/minigpt --prompt='The '
 """
 
+import math
 import pathlib
 
 from absl import flags
@@ -13,13 +14,17 @@ from minigpt_jax.training.checkpoint import load_run
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a trained run.', required=True)
 _PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue.', required=True)
-_NUM_TOKENS = flags.DEFINE_integer('num_tokens', 300, 'Tokens to generate.', lower_bound=1)
+_NUM_TOKENS = flags.DEFINE_integer(
+    'num_tokens', 300, 'Tokens to generate.', lower_bound=1, upper_bound=10**6
+)
 _TEMPERATURE = flags.DEFINE_float('temperature', 0.8, '0: greedy; 1: as trained.', lower_bound=0)
 _TOP_K = flags.DEFINE_integer('top_k', 0, 'Draw from the k likeliest; 0: all.', lower_bound=0)
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, 'Draw from the likeliest that sum to p.', lower_bound=0, upper_bound=1
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the draw.', lower_bound=0, upper_bound=2**31 - 1)
+for _name in ('temperature', 'top_p'):  # a bound lets NaN pass
+    flags.register_validator(_name, math.isfinite, f'--{_name} must be a finite number')
 _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Continuations.', lower_bound=1)
 
 

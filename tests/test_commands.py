@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -65,9 +67,13 @@ def test_a_single_run_leaves_its_files_and_a_report(korean):
 
 
 def test_korean_text_trains_and_samples(korean):
-    workdir, *_ = korean
-    sample = (workdir / 'samples.txt').read_text()
-    assert sample.startswith('지는') or '민지는' in sample or '책을' in sample
+    workdir, path, _ = korean
+    sample = (workdir / 'samples.txt').read_text().removesuffix('\n')
+    text = path.read_text()
+    # The first words of the text, then one symbol or special token for each of `sample_tokens`.
+    prompt = re.fullmatch(r'(.+?)(<\w+>|[^<]){12}', sample, re.S)[1]
+    assert prompt in text
+    assert set(re.sub(r'<\w+>', '', sample)) <= set(text)
     done = run('sample', f'--workdir={workdir}', '--prompt=민지는 ', '--num_tokens=9',
                '--temperature=0', '--num_samples=2')  # fmt: skip
     first, second, *_ = done.stdout.split('-' * 80 + '\n')
@@ -92,6 +98,8 @@ SAMPLE_ERRORS = {
     'a negative temperature': (['--prompt=책', '--temperature=-1'], 'temperature'),
     'top_p above 1': (['--prompt=책', '--top_p=2'], 'top_p'),
     'a number that is none': (['--prompt=책', '--num_tokens=x'], 'num_tokens'),
+    'a number without end': (['--prompt=책', '--num_tokens=9999999'], 'num_tokens'),
+    'NaN': (['--prompt=책', '--temperature=nan'], '--temperature must be a finite number'),
     'no prompt': ([], 'prompt'),
 }
 
@@ -147,6 +155,11 @@ TRAIN_ERRORS = {
         'no such file: nope.txt',
     ),
     'a stray argument': (['--config=configs/minigpt.py', 'heads'], "unexpected argument 'heads'"),
+    'an empty workdir': (['--config=configs/minigpt.py', '--workdir='], '--workdir is empty'),
+    'a rule that matches nothing': (
+        ['--config=configs/minigpt.py', "--config.optim.rules=(('.*bais','weight_decay',0.),)"],
+        'matches no parameter',
+    ),
     'a point that is not there': (
         ['--config=configs/heads_sweep.py:quick', '--point=4'], 'points go from 0 to 3'
     ),
@@ -156,7 +169,7 @@ TRAIN_ERRORS = {
 @pytest.mark.parametrize(('arguments', 'line'), TRAIN_ERRORS.values(), ids=TRAIN_ERRORS)
 def test_train_answers_bad_input_with_one_line_and_leaves_nothing(tmp_path, arguments, line):
     workdir = tmp_path / 'run'
-    assert_one_line(run('train', *arguments, f'--workdir={workdir}', check=False), line)
+    assert_one_line(run('train', f'--workdir={workdir}', *arguments, check=False), line)
     assert not workdir.exists()
 
 
@@ -247,7 +260,35 @@ def test_profile_leaves_a_trace_and_refuses_what_is_no_range(korean, tmp_path):
     common = ('--config=configs/minigpt.py', *TINY, f'--config.data.path={path}')
     run('train', *common, f'--workdir={tmp_path / "run"}', '--profile=3:4')
     assert list((tmp_path / 'run/profile').glob('**/*.xplane.pb'))
+    # Resumed within the range: what is left of it is traced.
+    shutil.rmtree(tmp_path / 'run/profile')
+    shutil.rmtree(tmp_path / 'run/checkpoints/12')
+    (tmp_path / 'run/summary.json').unlink()
+    done = run('train', *common, f'--workdir={tmp_path / "run"}', '--profile=3:10')
+    assert 'continues at step 8' in done.stdout
+    assert list((tmp_path / 'run/profile').glob('**/*.xplane.pb'))
     for profile, line in (('5:2', 'steps from 1 to 12, START first'), ('x', 'expected START:STOP')):
         done = run('train', *common, f'--workdir={tmp_path / "no"}', f'--profile={profile}',
                    check=False)  # fmt: skip
         assert_one_line(done, line)
+
+
+def test_a_second_process_in_the_same_workdir_is_refused(korean, tmp_path):
+    _, path, _ = korean
+    longer = [*TINY, '--config.train.steps=400000', '--config.train.checkpoint_every=100000']
+    common = ('--config=configs/minigpt.py', *longer, f'--config.data.path={path}',
+              f'--workdir={tmp_path / "run"}')  # fmt: skip
+    first = subprocess.Popen(
+        [sys.executable, '-m', 'minigpt_jax.train', *common], cwd=ROOT, env=os.environ,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        metrics = tmp_path / 'run/metrics.jsonl'
+        while not metrics.exists() and first.poll() is None:
+            time.sleep(0.05)
+        done = run('train', *common, check=False)
+        assert_one_line(done, 'another process is training here')
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()

@@ -11,6 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 
+class PromptError(ValueError):
+    """A prompt that cannot be continued."""
+
+
 @functools.partial(jax.jit, static_argnames=('model', 'num_tokens'))
 def generate(model, params, prompt_BT, length, key, *, num_tokens, temperature, top_k, top_p):
     """Continues prompts token by token, each drawn from the model's distribution given the last.
@@ -110,12 +114,12 @@ def continue_text(
     """`num_samples` continuations of the text `prompt`, each with the prompt in front.
 
     Raises:
-      ValueError: for an empty prompt, or one with symbols that the tokenizer does not know.
+      PromptError: for an empty prompt, or one with symbols that the tokenizer does not know.
     """
     if not prompt:
-        raise ValueError('the prompt is empty: give at least one symbol')
+        raise PromptError('the prompt is empty: give at least one symbol')
     if unknown := tokenizer.unknown_symbols(prompt):
-        raise ValueError(
+        raise PromptError(
             f'prompt: unknown to the tokenizer of this run: {" ".join(map(repr, unknown))}'
         )
     tokens = tokenizer.encode(prompt)[-context_length:]

@@ -63,6 +63,8 @@ def dot_product_attention(
     )
     if bias is not None:
         scores_BHTS += bias
+        finite = bias > -jnp.inf  # what a bias of -inf rules out is masked
+        mask = finite if mask is None else mask & finite
     allowed = _may_attend(scores_BHTS.shape, causal, q_offset, kv_lengths_B, segment_ids, mask)
     if allowed is not None:
         scores_BHTS = jnp.where(allowed, scores_BHTS, jnp.finfo(jnp.float32).min)

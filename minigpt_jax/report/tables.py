@@ -86,8 +86,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_results_csv(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """One line a run: `COLUMNS`, then further keys as they come; missing or None is empty."""
-    rows = list(rows)
+    """One line a run: `COLUMNS`, then further keys as they come; missing or None is empty.
+
+    What the axes of a sweep say of a row stands under the last part of their keys.
+    """
+    rows = [_axis_columns(row) | row for row in rows]
     further = {key: None for row in rows for key in row if key not in (*COLUMNS, 'axes')}
     columns = [*COLUMNS, *further]
     text = io.StringIO(newline='')
@@ -95,6 +98,12 @@ def write_results_csv(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     writer.writerow(columns)
     writer.writerows([row.get(column) for column in columns] for row in rows)
     write_atomically(path, text.getvalue())
+
+
+def _axis_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    axes = row.get('axes') or {}
+    names = short_names([tuple(axes)])
+    return {names[key]: value for key, value in axes.items()}
 
 
 def read_results_csv(path: Path) -> list[dict[str, Any]]:

@@ -40,12 +40,30 @@ class RunWriter:
         self._tensorboard.close()
 
 
+class DamagedLineError(ValueError):
+    """A line that this module did not write."""
+
+
 def read_lines(path):
-    """The JSON lines of a file as dicts; [] without a file. A torn last line is left out."""
+    """The JSON lines of a file as dicts; [] without a file. A torn last line is left out.
+
+    Raises:
+      DamagedLineError: naming the file and the line.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith('\n')]
+    values = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b'\n'):
+            try:
+                values.append(json.loads(line))
+                values[-1]['step'] + 0  # a number
+            except (ValueError, TypeError, KeyError):
+                raise DamagedLineError(
+                    f'{path}: line {number} is damaged; restore it, or remove the directory of '
+                    'this run to train it again'
+                ) from None
+    return values
 
 
 class Progress:

@@ -15,7 +15,13 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data.tokenizers import tokenizer_from_dict
 from minigpt_jax.training import steps
-from minigpt_jax.training.config import RunError, read_config, read_json, write_json
+from minigpt_jax.training.config import (
+    DamagedError,
+    RunError,
+    read_config,
+    read_json,
+    write_json,
+)
 from minigpt_jax.training.optim import parameter_name
 
 # Free space that a save asks for beyond the size of the state: metadata, metrics, events.
@@ -46,6 +52,8 @@ class Checkpoints:
 
     def __init__(self, run_dir, keep=None):
         self._directory = run_dir.resolve() / 'checkpoints'
+        if self._directory.exists() and not self._directory.is_dir():
+            raise DamagedError(f'{self._directory}: a file where a directory belongs; remove it')
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
         # Named here, since Orbax would infer it from the newest directory, which may be damaged.
         self._manager = ocp.CheckpointManager(
@@ -71,7 +79,7 @@ class Checkpoints:
         """The state saved at `step`, in the structure of `abstract_state`, on the first device.
 
         Raises:
-          RunError: if it cannot be read.
+          DamagedError: if it cannot be read.
         """
         leaves, tree = jax.tree.flatten(abstract_state)
         names = list(_named(abstract_state))
@@ -87,7 +95,7 @@ class Checkpoints:
             except Exception as error:
                 time.sleep(0.2)  # until those other reads have ended
                 reason = ' '.join(str(error).split(' [')[0].split())[:300]
-                raise RunError(
+                raise DamagedError(
                     f'{self._directory / str(step)}: unreadable checkpoint: {reason}'
                 ) from error
         return jax.tree.unflatten(tree, [restored[name] for name in names])
@@ -170,16 +178,16 @@ def restore_newest(all_checkpoints, abstract_state):
     An unreadable checkpoint is named and skipped. (0, None) where the runs have none at all.
 
     Raises:
-      RunError: if there are checkpoints but none can be read.
+      DamagedError: if there are checkpoints but none can be read.
     """
     common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
     error = None
     for step in sorted(common, reverse=True):
         try:
             return step, [c.restore(step, abstract_state) for c in all_checkpoints]
-        except RunError as e:
+        except DamagedError as e:
             error = e
             print(f'{e}; trying the one before', file=sys.stderr, flush=True)
     if error is not None:
-        raise RunError(f'{error}; none before it is readable: remove them to start again')
+        raise DamagedError(f'{error}; none before it is readable: remove them to start again')
     return 0, None

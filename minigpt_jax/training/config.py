@@ -3,7 +3,7 @@
 import difflib
 import importlib.metadata
 import json
-import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +30,10 @@ class RunError(ValueError):
     """A run directory that cannot be used: one line, what is wrong and what would be right."""
 
 
+class DamagedError(RunError):
+    """A file of a run that cannot be read."""
+
+
 class ImpossibleError(ConfigError):
     """Keys that are well-formed one by one but cannot be true together."""
 
@@ -42,8 +46,16 @@ def _one_of(choices):
     return check
 
 
+_FLOAT32_MAX = 3.4e38  # parameters and losses are float32
+
+
 def _number(test, what):
-    return lambda value: None if math.isfinite(value) and test(value) else f'must be {what}'
+    def check(value):
+        if not abs(value) <= _FLOAT32_MAX:  # NaN too
+            return f'must be a finite number, {what}'
+        return None if test(value) else f'must be {what}'
+
+    return check
 
 
 _positive = _number(lambda x: x > 0, 'above 0')
@@ -116,7 +128,11 @@ def _nearest(name, names):
 
 def unknown_key(key):
     """One line for a key that does not exist, with the nearest that do."""
-    known = list(KEYS) + sorted({name.split('.')[0] for name in KEYS if '.' in name})
+    groups = sorted({name.split('.')[0] for name in KEYS if '.' in name})
+    if key in groups:
+        leaves = ', '.join(name for name in KEYS if name.startswith(f'{key}.'))
+        return f'{key}: a group, not a key; its keys: {leaves}'
+    known = list(KEYS) + groups
     # A mistyped leaf is mostly right in its last word, a mistyped group in all but its first.
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
     if not close:
@@ -243,7 +259,7 @@ def describe_environment(corpus):
     packages = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
     device = jax.devices()[0]
     return {
-        'command': ' '.join(['python', '-m', 'minigpt_jax.train', *sys.argv[1:]]),
+        'command': train_command(),
         'packages': {name: importlib.metadata.version(name) for name in packages},
         'python': sys.version.split()[0],
         'device': f'{len(jax.devices())} × {device.device_kind} ({device.platform})',
@@ -253,6 +269,15 @@ def describe_environment(corpus):
         'unknown_share': corpus.unknown_share,
         'vocab_size': corpus.tokenizer.vocab_size,
     }
+
+
+def train_command(workdir=None):
+    """The command line that was typed, or the same with another `--workdir`."""
+    arguments = sys.argv[1:]
+    if workdir is not None:
+        arguments = [a for a in arguments if not a.lstrip('-').startswith('workdir=')]
+        arguments.append(f'--workdir={workdir}')
+    return shlex.join(['python', '-m', 'minigpt_jax.train', *arguments])
 
 
 def _git_state():
@@ -283,14 +308,18 @@ def read_json(path, key):
     """The dict in a file of a run, which must hold `key`.
 
     Raises:
-      RunError: naming the file, if it is damaged.
+      DamagedError: naming the file.
     """
     try:
         value = json.loads(path.read_text())
     except ValueError as error:
-        raise RunError(f'{path}: damaged ({error}); restore it, or use a fresh workdir') from None
+        raise DamagedError(
+            f'{path}: damaged ({error}); restore it or take a fresh workdir'
+        ) from None
     if not isinstance(value, dict) or key not in value:
-        raise RunError(f'{path}: damaged (no {key!r} in it); restore it, or use a fresh workdir')
+        raise DamagedError(
+            f'{path}: damaged (no {key!r} in it); restore it or take a fresh workdir'
+        )
     return value
 
 

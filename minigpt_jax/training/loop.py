@@ -15,7 +15,7 @@ from minigpt_jax.inference.decoding import continue_text
 from minigpt_jax.model.transformer import flops_per_token
 from minigpt_jax.report.writers import Progress, RunWriter, read_lines
 from minigpt_jax.training import checkpoint, sharding, steps
-from minigpt_jax.training.config import write_json
+from minigpt_jax.training.config import ConfigError, RunError, write_json
 from minigpt_jax.training.optim import parameter_name
 
 SAMPLE_TEMPERATURE = 0.8
@@ -135,7 +135,7 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
       a summary for each seed: what stands in its `summary.json`.
 
     Raises:
-      RunError: if there are checkpoints, but no readable one.
+      DamagedError: if there are checkpoints, but no readable one.
     """
     config = program.config
     # Also when the loop ends in an error: a save that is under way is finished, not torn.
@@ -305,7 +305,7 @@ def sample_prompt(config, corpus):
     """`eval.sample_prompt`, or the first words of the validation text, within its first line.
 
     Raises:
-      ValueError: if the tokenizer does not know one of its symbols.
+      ConfigError: if it is empty, or the tokenizer does not know one of its symbols.
     """
     prompt = config.eval.sample_prompt
     if prompt is None:
@@ -313,19 +313,22 @@ def sample_prompt(config, corpus):
         known = [line for line in text.splitlines() if line and '<' not in line]
         prompt = ' '.join((known or [text])[0].split()[:3])[:24]
     if not prompt:
-        raise ValueError('eval.sample_prompt is empty: give at least one symbol')
+        raise ConfigError('eval.sample_prompt is empty: give at least one symbol')
     if unknown := corpus.tokenizer.unknown_symbols(prompt):
-        raise ValueError(
+        raise ConfigError(
             f'eval.sample_prompt={prompt!r}: unknown symbols {" ".join(map(repr, unknown))}'
         )
     return prompt
 
 
 def _final_metrics(run_dir):
-    lines = read_lines(run_dir / 'metrics.jsonl')
-    return {
-        key: [line[key] for line in lines if key in line][-1] for key in ('train_loss', 'val_loss')
-    }
+    path = run_dir / 'metrics.jsonl'
+    found = {}
+    for line in read_lines(path):
+        found |= {key: line[key] for key in ('train_loss', 'val_loss') if key in line}
+    if len(found) < 2:
+        raise RunError(f'{path}: its lines are gone; remove {run_dir} to train this run again')
+    return found
 
 
 def summarize(program, run_dir, outcome):
@@ -338,12 +341,7 @@ def summarize(program, run_dir, outcome):
         nats = val_loss * (len(corpus.validation_tokens) - 1)
         bits = nats / math.log(2) / corpus.validation_bytes
     summary = {
-        'num_heads': config.model.num_heads,
-        'd_head': config.model.d_model // config.model.num_heads,
-        'd_model': config.model.d_model,
-        'num_layers': config.model.num_layers,
-        'norm_placement': config.model.norm_placement,
-        'positions': config.model.positions,
+        **model_columns(config),
         'num_params': sum(
             x.size for x in jax.tree.leaves(steps.abstract_params(config, program.vocab_size))
         ),
@@ -361,6 +359,13 @@ def summarize(program, run_dir, outcome):
     }
     write_json(run_dir / 'summary.json', summary)
     return summary
+
+
+def model_columns(config):
+    """The columns of results.csv that a configuration gives."""
+    model = config.model
+    names = ('num_heads', 'd_model', 'num_layers', 'norm_placement', 'positions')
+    return {name: model[name] for name in names} | {'d_head': model.d_model // model.num_heads}
 
 
 def _median(lines, key):

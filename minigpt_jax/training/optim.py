@@ -87,13 +87,14 @@ def check_rules(rules):
 
 
 def check_rules_match(rules, names):
-    """Raises ValueError for a rule that matches none of the parameters: it would do nothing."""
+    """The complaint about a rule that matches none of the parameters `names`, or None."""
     for pattern, *_ in rules:
         if not any(re.fullmatch(pattern, name) for name in names):
-            raise ValueError(
-                f'optim.rules: {pattern!r} matches no parameter as a whole; '
+            return (
+                f'{pattern!r} matches no parameter as a whole; '
                 f'parameters are named like {", ".join(names[:3])}'
             )
+    return None
 
 
 def parameter_name(path):

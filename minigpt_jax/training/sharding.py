@@ -5,17 +5,19 @@ import math
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from minigpt_jax.training.config import ConfigError
+
 
 def make_mesh(mesh, devices=None):
     """A mesh with one axis, `data`, of `mesh.data` devices (-1: all of them).
 
     Raises:
-      ValueError: if there are fewer devices than asked for.
+      ConfigError: if there are fewer devices than asked for.
     """
     devices = jax.devices() if devices is None else devices
     count = len(devices) if mesh.data == -1 else mesh.data
     if count > len(devices):
-        raise ValueError(
+        raise ConfigError(
             f'mesh.data={count}: there are {len(devices)} devices; use at most that, or -1 for all'
         )
     return jax.make_mesh((count,), ('data',), (AxisType.Auto,), devices=devices[:count])
@@ -31,11 +33,15 @@ def batch_sharding(mesh, leading_axes):
     return NamedSharding(mesh, PartitionSpec(*(None,) * leading_axes, 'data'))
 
 
-def check_batch_size(key, batch_size, mesh):
-    """Raises ValueError, naming `key`, if the mesh cannot share a batch out evenly."""
+def check_batch_size(key, batch_size, mesh, parts=1):
+    """Raises ConfigError, naming `key`, if the mesh cannot share a batch out evenly.
+
+    Each device takes its rows in `parts` of one size (gradient accumulation).
+    """
     devices = math.prod(mesh.shape.values())
-    if batch_size % devices:
-        raise ValueError(
-            f'{key}={batch_size}: {devices} devices need a multiple of {devices}, '
-            f'or --config.mesh.data=1 for one device'
+    if batch_size % (devices * parts):
+        in_parts = f', each in {parts} accumulation steps,' if parts > 1 else ''
+        raise ConfigError(
+            f'{key}={batch_size}: {devices} devices{in_parts} need a multiple of '
+            f'{devices * parts}, or --config.mesh.data=1 for one device'
         )

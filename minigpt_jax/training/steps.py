@@ -48,7 +48,7 @@ def make_init(config, vocab_size):
 
     @jax.jit
     def init(seed):
-        rngs = nnx.Rngs(params=jax.random.key(seed))
+        rngs = nnx.Rngs(params=seed_keys(seed)[0])
         params = nnx.split(MiniGPT(config.model, vocab_size, rngs=rngs))[1]
         return TrainState(
             params=params,
@@ -135,6 +135,7 @@ def loss_and_gradient(losses, params, batch, key, parts=1):
 
         zeros = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         (total, count, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(parts), split))
+    count = jnp.maximum(count, 1)  # a batch of padding alone has a loss of 0
     return total / count, jax.tree.map(lambda g: g / count, grads)
 
 
@@ -152,7 +153,12 @@ def dropout_key(config, state):
     """The key of this step's dropout, or None where the configuration has none."""
     if not config.model.dropout_rate:
         return None
-    return jax.random.fold_in(jax.random.key(state.seed), state.step)
+    return jax.random.fold_in(seed_keys(state.seed)[1], state.step)
+
+
+def seed_keys(seed):
+    """Two keys of a seed, of initialisation and of dropout: each folds numbers into its own."""
+    return jax.random.split(jax.random.key(seed))
 
 
 def make_train_call(config, model, seeds='separate'):
@@ -171,9 +177,8 @@ def make_evaluate(model, seeds='separate'):
     def evaluate(params, tokens_NBT1, mask_NBT):
         def add(total, batch):
             tokens_BT1, mask_BT = batch
-            logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1])
-            loss, count = next_token_loss(logits_BTV, tokens_BT1[:, 1:], mask_BT)
-            return (total[0] + loss, total[1] + count), None
+            rows = {'tokens_BT1': tokens_BT1, 'mask_BT': mask_BT}
+            return jax.tree.map(jnp.add, total, token_losses(params, rows, None, model=model)), None
 
         zero = (jnp.float32(0), jnp.float32(0))
         return jax.lax.scan(add, zero, (tokens_NBT1, mask_NBT))[0]

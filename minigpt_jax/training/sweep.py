@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 
@@ -10,23 +11,25 @@ import jax
 from ml_collections import ConfigDict
 
 from minigpt_jax.data.batches import check_length, load_tokenized
+from minigpt_jax.data.corpora import DataError
 from minigpt_jax.report.tables import parameter_table
 from minigpt_jax.training import sharding, steps
 from minigpt_jax.training.config import (
     ConfigError,
+    DamagedError,
     ImpossibleError,
     RunError,
     describe_environment,
     differences,
-    get_key,
     read_config,
     read_json,
     resolve,
+    train_command,
     with_values,
     write_config,
     write_json,
 )
-from minigpt_jax.training.loop import Program, sample_prompt, seed_mode, train
+from minigpt_jax.training.loop import Program, model_columns, sample_prompt, seed_mode, train
 from minigpt_jax.training.optim import check_rules_match, parameter_name
 
 FINISHED = ('ok', 'diverged')
@@ -77,9 +80,7 @@ def read_axes(sweep):
         keys = tuple(keys) if joint else (keys,)
         rows = [row if joint else (row,) for row in rows]
         for row in rows:
-            if not isinstance(row, tuple | list):
-                raise ConfigError(f'sweep: {row!r} must have a value for each of {keys}')
-            if len(row) != len(keys):
+            if not isinstance(row, tuple | list) or len(row) != len(keys):
                 raise ConfigError(f'sweep: {row!r} must have a value for each of {keys}')
         if len(set(map(repr, rows))) < len(rows):
             raise ConfigError(f'sweep: a value of {" and ".join(keys)} stands twice')
@@ -132,8 +133,11 @@ def expand(config):
 
 
 def _safe(value):
-    """A value as part of a directory's name."""
-    return ''.join(c if c.isalnum() or c in '.+-' else '_' for c in str(value))
+    """A value as part of a directory's name; of a long one its start and a digest."""
+    text = ''.join(c if c.isalnum() or c in '.+-' else '_' for c in str(value))
+    if len(text.encode()) <= 40:
+        return text
+    return f'{text[:20]}-{hashlib.sha256(str(value).encode()).hexdigest()[:8]}'
 
 
 def run(config, workdir, only_point=None, profile=None):
@@ -209,7 +213,7 @@ def _check_workdir(workdir, config):
     what = '; '.join(f'{key} was {was!r}, is {now!r}' for key, (was, now) in changed.items())
     raise RunError(
         f'{workdir}: holds another configuration: {what}; '
-        f'choose a fresh directory, for example --workdir={workdir}-2'
+        f'for a fresh one: {train_command(f"{workdir}-2")}'
     )
 
 
@@ -237,14 +241,20 @@ def _prepare(point, loaded):
         check_length(corpus.train_tokens, length, 'training')
         check_length(corpus.validation_tokens, length, 'validation')
         sample_prompt(point.config, corpus)
-        check_rules_match(point.config.optim.rules, list(_parameters(point.config, corpus)))
+        # A rule about biases or norms may stay where a model has none, but not a mistyped one.
+        full = with_values(point.config, {'model.use_bias': True, 'model.norm_placement': 'pre'})
+        names = _parameters(point.config, corpus) | _parameters(full, corpus)
+        if complaint := check_rules_match(point.config.optim.rules, list(names)):
+            raise ConfigError(f'optim.rules: {complaint}')
         mesh = sharding.make_mesh(point.config.mesh)
-        for key in ('data.batch_size', 'eval.batch_size'):
-            sharding.check_batch_size(key, get_key(point.config, key), mesh)
+        parts = point.config.train.accumulation_steps
+        sharding.check_batch_size('data.batch_size', point.config.data.batch_size, mesh, parts)
+        sharding.check_batch_size('eval.batch_size', point.config.eval.batch_size, mesh)
         return point, corpus
-    except ValueError as error:
+    except (ConfigError, DataError) as error:
         # Where no axis can be the cause, every point has this fault: say so before any training.
-        if not any(key.startswith(('data.', 'eval.', 'model.context')) for key in point.values):
+        causes = ('data.', 'eval.', 'model.context', 'optim.rules', 'train.accumulation')
+        if not any(key.startswith(causes) for key in point.values):
             raise
         return dataclasses.replace(point, config=None, error=str(error)), None
 
@@ -283,18 +293,35 @@ def _run_point(point, corpus, workdir, name, profile):
     if point.config is None:
         _record(point, workdir, pending, 'invalid', point.error)
         return
-    together = seed_mode(point.config) != 'separate'
-    groups = [pending] if together else [[seed] for seed in pending]
-    program = None
-    for group in groups:
+    groups = _groups(point, workdir, pending)
+    sizes = [len(group) for group in groups]
+    programs = {}  # by number of seeds
+    for group, size in zip(groups, sizes, strict=True):
         try:
-            program = program or Program(point.config, corpus, len(group))
-            _train_group(point, program, workdir, group, name, profile)
-        except (OSError, RunError):
-            raise  # a full disk or a damaged directory will not get better by going on
+            if size not in programs:
+                programs[size] = Program(point.config, corpus, size)
+                programs[size].compile_s /= sizes.count(size)  # each group pays its share
+            _train_group(point, programs[size], workdir, group, name, profile)
         except Exception as error:
+            # A full disk, or another process at work here, will not get better by going on.
+            if isinstance(error, OSError | RunError) and not isinstance(error, DamagedError):
+                raise
+            if point.slug is None and isinstance(error, DamagedError):
+                raise
             left = [s for s in group if _status(point.run_dir(workdir, s)) not in FINISHED]
             _record(point, workdir, left, 'failed', f'{type(error).__name__}: {error}')
+
+
+def _groups(point, workdir, pending):
+    """The seeds that train as one program: those that began, then those that are new.
+
+    A new seed begins at step 0, and would take the others back to it.
+    """
+    if seed_mode(point.config) == 'separate':
+        return [[seed] for seed in pending]
+    began = [seed for seed in pending if (point.run_dir(workdir, seed) / 'config.json').exists()]
+    new = [seed for seed in pending if seed not in began]
+    return [group for group in (began, new) if group]
 
 
 def _train_group(point, program, workdir, seeds, name, profile):
@@ -338,5 +365,6 @@ def _record(point, workdir, seeds, status, error):
     error = error.splitlines()[0]
     print(f'{point.slug or "base"}: {status}: {error}', flush=True)
     for seed in seeds:
-        summary = {**_identity(point), 'seed': seed, 'status': status, 'error': error}
+        known = model_columns(point.config) if point.config else {}
+        summary = {**_identity(point), **known, 'seed': seed, 'status': status, 'error': error}
         write_json(point.run_dir(workdir, seed) / 'summary.json', summary)

@@ -42,6 +42,8 @@ LENGTHS = np.array([7, 4])
 IDS_BT = np.array([[0, 0, 1, 1, 2], [5, 5, 5, 6, 9]])  # 9 is no key's id: that query sees nothing
 IDS_BS = np.array([[0, 0, 1, 1, 1, 2, 2], [5, 6, 5, 6, 6, 6, 6]])
 MASK = np.random.default_rng(3).random((B, 1, T, S)) < 0.6
+MASK_OF_BIAS = np.random.default_rng(4).random((B, 1, T, S)) < 0.4
+MASK_OF_BIAS[:, :, 1] = False  # a query that sees nothing
 CONDITIONS = {
     'causal': (dict(causal=True), lambda b, h, t, s: s <= t),
     'behind a cache': (dict(causal=True, q_offset=2), lambda b, h, t, s: s <= t + 2),
@@ -51,6 +53,10 @@ CONDITIONS = {
         lambda b, h, t, s: IDS_BT[b, t] == IDS_BS[b, s],
     ),
     'mask': (dict(mask=MASK), lambda b, h, t, s: MASK[b, 0, t, s]),
+    'a bias of -inf': (
+        dict(bias=np.where(MASK_OF_BIAS, 0, -np.inf)),
+        lambda b, h, t, s: MASK_OF_BIAS[b, 0, t, s],
+    ),
 }
 PAIRS = [p for p in itertools.combinations(CONDITIONS, 2) if p != ('causal', 'behind a cache')]
 CASES = [(), *((name,) for name in CONDITIONS), *PAIRS]
@@ -67,16 +73,16 @@ def arrays(seed=0, shapes=((B, T, H, K), (B, S, H, K), (B, S, H, K))):
 def test_equals_naive_numpy_under_every_condition(names, with_bias):
     q, k, v = arrays()
     bias = np.random.default_rng(1).standard_normal((B, H, T, S)).astype(np.float32) * with_bias
-    arguments = {}
+    arguments = {'bias': bias} if with_bias else {}
     for name in names:
         arguments |= CONDITIONS[name][0]
+    if with_bias and 'a bias of -inf' in names:
+        arguments['bias'] = arguments['bias'] + bias
 
     def may_attend(*index):
         return all(CONDITIONS[name][1](*index) for name in names)
 
-    y, weights = dot_product_attention(
-        q, k, v, bias=bias if with_bias else None, return_weights=True, **arguments
-    )
+    y, weights = dot_product_attention(q, k, v, return_weights=True, **arguments)
     expected_y, expected_weights = naive_attention(q, k, v, may_attend, bias)
     np.testing.assert_allclose(y, expected_y, atol=2e-6)
     np.testing.assert_allclose(weights, expected_weights, atol=2e-6)

@@ -56,7 +56,7 @@ def test_changing_a_copy_leaves_the_original_alone():
             'choose from learned, sinusoidal; did you mean sinusoidal',
         ),
         ({'model.dropout_rate': 1.0}, 'at least 0 and below 1'),
-        ({'optim.learning_rate': float('nan')}, 'must be 0 or more'),
+        ({'optim.learning_rate': float('nan')}, 'must be a finite number, 0 or more'),
         ({'model.num_layers': 0}, 'must be above 0'),
         ({'seed': -1}, 'must be from 0 to 2147483647'),
         ({'train.keep': 1}, 'must be 2 or more'),

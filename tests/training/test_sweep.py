@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from minigpt_jax.report.writers import read_lines
-from minigpt_jax.training import sweep
+from minigpt_jax.training import loop, steps, sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
 from minigpt_jax.training.config import ConfigError, read_config
 from tests.conftest import ROOT, tiny_config
@@ -64,6 +65,9 @@ def test_an_impossible_point_is_kept_with_its_reason():
         ((('model.num_heads', 4),), "the values of 'model.num_heads' must be a tuple"),
         ((('model.num_heads', ()),), "the values of 'model.num_heads' must be a tuple"),
         ((('model.num_hats', (1, 2)),), 'did you mean model.num_heads'),
+        ((('model', (1, 2)),), 'model: a group, not a key; its keys: model.d_model'),
+        ((('optim.weight_decay', (1e300,)),), 'must be a finite number, 0 or more'),
+        ((('optim.learning_rate', (float('nan'),)),), 'must be a finite number, 0 or more'),
         ((('model.num_heads', ('a', 2)),), "model.num_heads='a': expected int"),
         ((('model.positions', ('learnt',)),), 'did you mean learned'),
         ((('model.num_heads', (1, 1)),), 'a value of model.num_heads stands twice'),
@@ -179,17 +183,73 @@ def test_a_finished_sweep_is_not_trained_again_but_its_report_is_rebuilt(finishe
     assert (workdir / 'results.csv').read_bytes() == before
 
 
-def test_axes_may_grow_but_another_configuration_is_refused(finished, monkeypatch):
+def test_another_configuration_is_refused_with_the_command_for_a_fresh_workdir(
+    finished, monkeypatch
+):
     workdir, config = finished
+    monkeypatch.setattr(sys, 'argv', ['train.py', '--config=a b.py', f'--workdir={workdir}'])
     other = config.copy_and_resolve_references()
     other.optim.learning_rate = 1.0
-    with pytest.raises(RunError, match=r'optim\.learning_rate was 0\.002, is 1\.0'):
+    with pytest.raises(RunError, match=r'optim\.learning_rate was 0\.002, is 1\.0') as caught:
         sweep.run(other, workdir)
+    command = f"python -m minigpt_jax.train '--config=a b.py' --workdir={workdir}-2"
+    assert str(caught.value).endswith(command)
     assert read_config(workdir).optim.learning_rate == 0.002
+
+
+def test_axes_may_grow_and_only_what_is_new_is_trained(finished, tmp_path):
+    workdir, config = finished
+    copy = tmp_path / 'run'
+    shutil.copytree(workdir, copy)
+    grown = config.copy_and_resolve_references()
+    grown.sweep = (('model.num_heads', (1, 2, 4)), ('seed', (0, 1, 2, 3)))
+    old = sorted(workdir.glob('points/*/*/summary.json'))
+    assert sweep.run(grown, copy) == 0
+    assert len(list(csv.DictReader((copy / 'results.csv').open()))) == 12
+    for path in old:
+        assert (copy / path.relative_to(workdir)).read_bytes() == path.read_bytes()
+    # Mapped alone or beside others, a seed leaves the same bits.
+    alone = config.copy_and_resolve_references()
+    alone.sweep = (('model.num_heads', (2,)), ('seed', (3,)))
+    sweep.run(alone, tmp_path / 'alone')
+    name = 'points/num_heads-2/seed-3'
+    assert bits(copy / name) == bits(tmp_path / 'alone' / name)
 
 
 class Killed(BaseException):
     """Stands for a kill: no handler of the code under test may catch it."""
+
+
+def kill_before_save(monkeypatch, number):
+    """The save of this number, counted over all seeds, ends the process."""
+    save, count = Checkpoints.save, []
+
+    def save_until_killed(self, step, state):
+        count.append(step)
+        if len(count) == number:
+            raise Killed
+        save(self, step, state)
+
+    monkeypatch.setattr(Checkpoints, 'save', save_until_killed)
+
+
+def test_a_seed_that_is_added_to_an_unfinished_point_takes_no_other_back(
+    finished, tmp_path, monkeypatch, capsys
+):
+    workdir, config = finished
+    config = config.copy_and_resolve_references()
+    config.sweep = (('model.num_heads', (2,)), ('seed', (0, 1)))
+    with monkeypatch.context() as patch:
+        kill_before_save(patch, 5)
+        with pytest.raises(Killed):
+            sweep.run(config, tmp_path)
+    config.sweep = (('model.num_heads', (2,)), ('seed', (0, 1, 2)))
+    capsys.readouterr()
+    assert sweep.run(config, tmp_path) == 0
+    assert 'continues at step 8 of 12' in capsys.readouterr().out
+    for seed in (0, 1, 2):
+        name = f'points/num_heads-2/seed-{seed}'
+        assert bits(tmp_path / name) == bits(workdir / name)
 
 
 @pytest.mark.parametrize('killed_at', [1, 2, 4])
@@ -198,18 +258,10 @@ def test_a_killed_group_of_seeds_resumes_to_the_same_bits(
 ):
     """A kill before the k-th save of three seeds' states: some seeds are a checkpoint ahead."""
     workdir, config = finished
-    save, count = Checkpoints.save, []
-
-    def save_until_killed(self, step, state):
-        if len(count) == killed_at + 2:
-            raise Killed
-        count.append(step)
-        save(self, step, state)
-
     config = config.copy_and_resolve_references()
     config.sweep = (('model.num_heads', (2,)), ('seed', (0, 1, 2)))
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, 'save', save_until_killed)
+        kill_before_save(patch, killed_at + 3)
         with pytest.raises(Killed):
             sweep.run(config, tmp_path)
     run_dirs = [f'points/num_heads-2/seed-{seed}' for seed in (0, 1, 2)]
@@ -220,6 +272,40 @@ def test_a_killed_group_of_seeds_resumes_to_the_same_bits(
     assert sweep.run(config, tmp_path) == 0
     for name in run_dirs:
         assert bits(tmp_path / name) == bits(workdir / name)
+
+
+def test_a_kill_after_the_last_save_of_a_point_with_a_diverged_seed(
+    text_file, tmp_path, monkeypatch
+):
+    """Seed 1 diverges at step 7; the kill comes before any summary."""
+    config = tiny_config(text_file, sweep=(('seed', (0, 1)),))
+    train_step = steps.make_train_step
+
+    def breaking(config, model):
+        step = train_step(config, model)
+
+        def broken(state, tokens_BT1):
+            bad = (state.seed == 1) & (state.step == 6)
+            params = jax.tree.map(lambda x: jnp.where(bad, jnp.nan, x), state.params)
+            new, metrics = step(state._replace(params=params), tokens_BT1)
+            keep = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new)
+            return keep._replace(finite=new.finite), metrics
+
+        return broken
+
+    monkeypatch.setattr(steps, 'make_train_step', breaking)
+    assert sweep.run(config, tmp_path / 'undisturbed') == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, 'summarize', lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            sweep.run(config, tmp_path / 'killed')
+    assert sweep.run(config, tmp_path / 'killed') == 0
+    for seed, status in ((0, 'ok'), (1, 'diverged')):
+        runs = [tmp_path / name / f'points/base/seed-{seed}' for name in ('undisturbed', 'killed')]
+        summaries = [json.loads((run / 'summary.json').read_text()) for run in runs]
+        assert [summary['status'] for summary in summaries] == [status] * 2
+        assert [summary['steps'] for summary in summaries] == [12 if status == 'ok' else 6] * 2
+        assert len({(run / 'metrics.jsonl').read_text() for run in runs}) == 1
 
 
 def test_point_trains_that_point_alone(finished, tmp_path):
@@ -248,6 +334,8 @@ def test_invalid_and_failed_points_are_recorded_and_only_they_are_tried_again(
     rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
     assert [row['status'] for row in rows] == ['ok', 'invalid', 'failed']
     assert 'head counts that do' in rows[1]['error']
+    assert [row['num_heads'] for row in rows] == ['1', '3', '2']
+    assert [row['d_model'] for row in rows] == ['16', '', '16']
     assert rows[2]['error'] == 'RuntimeError: out of memory'
     assert sweep.run(config, tmp_path) == 1  # the invalid one stays
     assert tried == [1, 2, 2]
@@ -270,6 +358,88 @@ def test_a_diverged_point_is_a_result_with_a_diagnosis(text_file, tmp_path):
         assert text in text_file.read_text()
         assert len(text) >= 8  # the context
     assert 0 < summaries[0]['steps'] < 12
+
+
+def test_results_hold_what_was_swept_and_is_no_column_of_its_own(text_file, tmp_path):
+    axes = (('optim.learning_rate', (1e-3, 2e-3)),)
+    assert sweep.run(tiny_config(text_file, sweep=axes, **{'train.steps': 4}), tmp_path) == 0
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert [row['learning_rate'] for row in rows] == ['0.001', '0.002']
+
+
+def test_seeds_that_share_a_program_one_by_one_share_its_compile_time(text_file, tmp_path):
+    config = tiny_config(text_file, sweep=(('seed', (0, 1)),), **{'train.seeds': 'separate'})
+    built = []
+    program = sweep.Program
+
+    def keep(*arguments):
+        built.append(program(*arguments))
+        built.append(built[0].compile_s)
+        return built[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, 'Program', keep)
+        assert sweep.run(config, tmp_path) == 0
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert sum(float(row['compile_s']) for row in rows) == pytest.approx(built[1])
+
+
+def test_a_damaged_run_of_a_sweep_fails_and_the_others_go_on(finished, tmp_path):
+    workdir, config = finished
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    for h in (1, 2):
+        for seed in (0, 1, 2):
+            (tmp_path / f'points/num_heads-{h}/seed-{seed}/summary.json').unlink()
+    for file in (tmp_path / 'points/num_heads-1/seed-1/checkpoints').glob('*/**/d/*'):
+        file.write_bytes(b'')
+    assert sweep.run(config, tmp_path) == 1
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert [row['status'] for row in rows] == ['failed'] * 3 + ['ok'] * 3
+    assert 'unreadable checkpoint' in rows[0]['error']
+
+
+def test_lines_that_are_damaged_or_gone_are_named(finished, tmp_path):
+    workdir, config = finished
+    config = config.copy_and_resolve_references()
+    config.sweep = (('model.num_heads', (2,)), ('seed', (0,)))
+    run_dir = tmp_path / 'points/num_heads-2/seed-0'
+    for lines, complaint in (
+        ('{"step": 2}\nrubbish\n', 'metrics.jsonl: line 2 is damaged'),
+        ('', 'metrics.jsonl: its lines are gone'),
+    ):
+        shutil.rmtree(tmp_path)
+        shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
+        (run_dir / 'summary.json').unlink()
+        (run_dir / 'metrics.jsonl').write_text(lines)
+        try:
+            assert sweep.run(config, tmp_path) == 1
+            message = (tmp_path / 'results.csv').read_text()
+        except ValueError as error:
+            message = str(error)
+        assert complaint in message
+
+
+def test_a_rule_may_name_what_only_some_points_have_but_must_name_something(text_file, tmp_path):
+    axes = (('model.use_bias', (False, True)),)
+    rules = (('.*bias', 'weight_decay', 0.0),)
+    values = {'optim.rules': rules, 'train.steps': 4}
+    assert sweep.run(tiny_config(text_file, sweep=axes, **values), tmp_path / 'run') == 0
+    values['optim.rules'] = (('.*bais', 'weight_decay', 0.0),)
+    with pytest.raises(ConfigError, match=r'bais. matches no parameter'):
+        sweep.run(tiny_config(text_file, **values), tmp_path / 'no')
+
+
+def test_devices_share_each_part_of_a_batch(text_file, tmp_path):
+    values = {'mesh.data': 2, 'train.accumulation_steps': 8}
+    with pytest.raises(ConfigError, match='8 accumulation steps, need a multiple of 16'):
+        sweep.run(tiny_config(text_file, **values), tmp_path)
+
+
+def test_a_long_value_makes_a_short_directory():
+    prompts = ('a' * 5000, 'a' * 5000 + 'b')
+    slugs = [p.slug for p in sweep.expand(tiny_config(sweep=(('eval.sample_prompt', prompts),)))]
+    assert len(set(slugs)) == 2
+    assert max(map(len, slugs)) < 60
 
 
 def test_a_finished_run_keeps_the_record_of_what_made_it(finished, monkeypatch):
