@@ -5,6 +5,7 @@ import functools
 import math
 import statistics
 import time
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ class Program:
     """Everything compiled for a configuration and a number of seeds; runs of any seed share it.
 
     Attributes:
-      train_call, evaluate: compiled; see `steps.make_train_call`, `steps.make_evaluate`.
+      train_call, evaluate, init: compiled; see `steps.make_train_call`, `steps.make_evaluate`,
+        `steps.make_init`.
       compile_s: seconds that this took.
       peak_memory_mb: what the compiler reserves for a train call, per device and per seed, in MiB:
         arguments + outputs − aliased + temporaries.
@@ -38,6 +40,7 @@ class Program:
         self.vocab_size = corpus.tokenizer.vocab_size
         self.model = steps.build_model(config, self.vocab_size)
         self.init = steps.make_init(config, self.vocab_size)
+        self.abstract_state = jax.eval_shape(self.init, 0)
         self.validation = validation_batches(
             corpus.validation_tokens,
             context_length=config.model.context_length,
@@ -55,7 +58,7 @@ class Program:
 
         state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((*seeds, *x.shape), x.dtype),
-            jax.eval_shape(self.init, 0),
+            self.abstract_state,
         )
         tokens = jax.ShapeDtypeStruct(
             (
@@ -67,25 +70,20 @@ class Program:
             jnp.int32,
         )
         started = time.monotonic()
-        self.train_call = (
-            jax.jit(
-                steps.make_train_call(config, self.model, self.mode),
-                in_shardings=(everywhere, batch),
-                out_shardings=(everywhere, everywhere),
-                donate_argnums=0,
-            )
-            .lower(state, tokens)
-            .compile()
-        )
-        self.evaluate = (
-            jax.jit(
-                steps.make_evaluate(self.model, self.mode),
-                in_shardings=(everywhere, rows, rows),
-                out_shardings=everywhere,
-            )
-            .lower(state.params, *self.validation)
-            .compile()
-        )
+        train_call = jax.jit(
+            steps.make_train_call(config, self.model, self.mode),
+            in_shardings=(everywhere, batch),
+            out_shardings=(everywhere, everywhere),
+            donate_argnums=0,
+        ).lower(state, tokens)
+        evaluate = jax.jit(
+            steps.make_evaluate(self.model, self.mode),
+            in_shardings=(everywhere, rows, rows),
+            out_shardings=everywhere,
+        ).lower(state.params, *self.validation)
+        lowered = (train_call, evaluate, self.init.lower(0))
+        with futures.ThreadPoolExecutor() as pool:  # the compiler mostly uses one core
+            self.train_call, self.evaluate, self.init = pool.map(lambda x: x.compile(), lowered)
         self.compile_s = time.monotonic() - started
         self.peak_memory_mb = _peak_memory(
             self.train_call.memory_analysis(), self.num_seeds, self.mode
@@ -144,7 +142,7 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
         for run_dir in run_dirs:
             checkpoints.append(checkpoint.Checkpoints(run_dir, config.train.keep))
             stack.callback(checkpoints[-1].close)
-        begin, states = checkpoint.restore_newest(checkpoints, jax.eval_shape(program.init, 0))
+        begin, states = checkpoint.restore_newest(checkpoints, program.abstract_state)
         if begin:
             print(f'{name}: continues at step {begin:,} of {config.train.steps:,}', flush=True)
         checkpoint.check_space(run_dirs[0])
