@@ -161,7 +161,7 @@ TRAIN_ERRORS = {
         'matches no parameter',
     ),
     'a point that is not there': (
-        ['--config=configs/heads_sweep.py:quick', '--point=3'], 'points go from 0 to 2'
+        ['--config=configs/heads_sweep.py:quick', '--point=2'], 'points go from 0 to 1'
     ),
 }  # fmt: skip
 
