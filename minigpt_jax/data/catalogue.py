@@ -48,7 +48,7 @@ def open_builder(name: str, data_dir: pathlib.Path) -> tfds.core.DatasetBuilder:
         )
     with _explained(f'tfds:{name}'):
         builder = builder_class(data_dir=data_dir, config=config or None)
-        text_feature(builder)
+        text_features(builder)
         return builder
 
 
@@ -73,8 +73,8 @@ def _choices(name: str, names: Iterable[str]) -> str:
     return f'choose from {", ".join(names)}'
 
 
-def text_feature(builder: tfds.core.DatasetBuilder) -> str:
-    """Returns the name of the feature that is read: 'text' if there is one, else the first text.
+def text_features(builder: tfds.core.DatasetBuilder) -> list[str]:
+    """Returns the names of a record's texts: 'text' if there is one, then the others in order.
 
     Raises:
         DataError: no feature is a text.
@@ -84,7 +84,7 @@ def text_feature(builder: tfds.core.DatasetBuilder) -> str:
     if not texts:
         kinds = ', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())
         raise DataError(f'data.corpus: tfds:{builder.name} has no text, only {kinds}')
-    return 'text' if 'text' in texts else texts[0]
+    return sorted(texts, key=lambda name: name != 'text')
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> None:

@@ -353,7 +353,9 @@ class Catalogue(_CorpusBuilder, skip_registration=True):
                 f"{data.corpus} has no split 'train' to learn from, only {', '.join(sources)}"
             )
         held_out = [split for split in ('validation', 'test') if split in sources][:1]
-        feature = catalogue.text_feature(builder)
+        feature, *others = catalogue.text_features(builder)
+        if others and feature != 'text':
+            print(f'{data.corpus}: reads {feature} of each record, not {", ".join(others)}')
         return {
             pathlib.Path(builder.data_dir, split): _Documents(sources[split], feature)
             for split in ['train', *held_out]

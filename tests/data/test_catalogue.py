@@ -170,7 +170,7 @@ class MadeHereUntrained(MadeHere):
 
 
 class MadeHereNews(MadeHere):
-    KEYS = ('headline', 'story')
+    KEYS = ('story', 'headline')
 
 
 class MadeHereNewsOfText(MadeHere):
@@ -224,15 +224,17 @@ def test_its_own_validation_split_is_taken_whole_and_training_leaves_out_what_is
 
 
 @pytest.mark.parametrize(
-    ('name', 'text'),
+    ('name', 'text', 'said'),
     [
-        ('made_here_plain', 'text 0'),
-        ('made_here_news', 'headline: text 0'),
-        ('made_here_news_of_text', 'text 0'),
+        ('made_here_plain', 'text 0', None),
+        ('made_here_news', 'story: text 0', 'reads story of each record, not headline'),
+        ('made_here_news_of_text', 'text 0', None),
     ],
 )
-def test_the_text_of_a_record_is_the_one_called_text_or_the_first(name, text):
+def test_the_text_of_a_record_is_the_one_called_text_or_the_first(name, text, said, capsys):
     assert text in load(f'tfds:{name}', 0.5).train[:1] + load(f'tfds:{name}', 0.5).validation[:1]
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f'tfds:{name}: {said}' if said else line.startswith('preparing')
 
 
 def test_the_sha256_is_of_the_texts_and_of_what_is_prepared_now(monkeypatch, data_dir):
