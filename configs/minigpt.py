@@ -17,11 +17,13 @@ def get_config(variant=''):
     c.seed = 0  # drives initialisation, dropout and the order of batches
 
     c.data = ConfigDict()
-    c.data.corpus = 'python_docs'  # python_docs, text
+    c.data.corpus = 'python_docs'  # python_docs, text, tfds:NAME (of the TFDS catalogue)
     c.data.path = placeholder(str)  # corpus text: file(s), UTF-8
-    c.data.tokenizer = 'char'
+    c.data.tokenizer = 'char'  # char, byte, sentencepiece
+    c.data.vocab_size = placeholder(int)  # ids, for sentencepiece alone; None: 4096
     c.data.batch_size = 16  # sequences a step
-    c.data.validation_fraction = 0.1  # share of the corpus held out
+    # Share of the characters held out; a corpus tfds:NAME may bring a validation split of its own.
+    c.data.validation_fraction = 0.1
 
     c.model = ConfigDict()
     c.model.d_model = 128  # width of the residual stream

@@ -82,6 +82,23 @@ def test_korean_text_trains_and_samples(korean):
     assert second.startswith(first.rstrip('\n'))  # greedy: both samples are the same
 
 
+@pytest.mark.parametrize('tokenizer', ['byte', 'sentencepiece'])
+def test_korean_text_trains_and_samples_in_bytes_and_pieces(korean, tmp_path, tokenizer):
+    _, path, _ = korean
+    size = ['--config.data.vocab_size=300'] if tokenizer == 'sentencepiece' else []
+    done = run('train', '--config=configs/minigpt.py', *TINY, f'--config.data.path={path}', *size,
+               f'--config.data.tokenizer={tokenizer}', f'--workdir={tmp_path}')  # fmt: skip
+    assert done.stderr.count('\n') <= 1  # the bar of progress, and nothing by SentencePiece
+    summary = json.loads((tmp_path / 'summary.json').read_text())
+    assert summary['status'] == 'ok'
+    assert 0 < summary['bits_per_byte'] < 8
+    prompt = '  민지는 책을漢😀 '  # with what the training text does not have
+    done = run('sample', f'--workdir={tmp_path}', f'--prompt={prompt}', '--num_tokens=20',
+               '--temperature=1')  # fmt: skip
+    assert done.stdout.startswith(prompt)
+    assert len(done.stdout.removeprefix(prompt).splitlines()[0]) > 0
+
+
 def test_sample_says_when_the_window_slides_and_follows_its_seed(korean):
     workdir, *_ = korean
     common = ('sample', f'--workdir={workdir}', '--prompt=책', '--temperature=1')
@@ -153,6 +170,14 @@ TRAIN_ERRORS = {
     'a path that is not there': (
         ['--config=configs/minigpt.py', '--config.data.corpus=text', '--config.data.path=nope.txt'],
         'no such file: nope.txt',
+    ),
+    'a size for a vocabulary that has one': (
+        ['--config=configs/minigpt.py', '--config.data.vocab_size=300'],
+        'set data.tokenizer=sentencepiece',
+    ),
+    'a data set that the catalogue does not have': (
+        ['--config=configs/minigpt.py', '--config.data.corpus=tfds:tiny_shakspeare'],
+        'did you mean tiny_shakespeare?',
     ),
     'a stray argument': (['--config=configs/minigpt.py', 'heads'], "unexpected argument 'heads'"),
     'an empty workdir': (['--config=configs/minigpt.py', '--workdir='], '--workdir is empty'),

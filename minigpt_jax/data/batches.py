@@ -27,7 +27,9 @@ class TokenizedCorpus:
         tokenizer: learned on the training split.
         train_tokens, validation_tokens: one-dimensional, of the smallest unsigned type that holds
             the vocabulary, memory-mapped. EOS stands between documents.
-        validation_bytes: length of the validation text in UTF-8, for bits per byte.
+        validation_bytes: length of the validation text in UTF-8, without EOS. Bits per byte are the
+            bits of all validation tokens but the first, which nothing predicts, over these bytes.
+            The EOS between documents are among those tokens, in every tokenizer alike.
         unknown_share: share of `<unk>` among the validation tokens, 0 to 1.
         sha256, name: of the corpus.
     """
@@ -48,7 +50,8 @@ def load_tokenized(data: Any) -> TokenizedCorpus:
     takes seconds, later ones read a few kilobytes.
 
     Args:
-        data: the group `data` of a configuration: what `load_corpus` reads, and `tokenizer`.
+        data: the group `data` of a configuration: what `load_corpus` reads, `tokenizer`, and what
+            that tokenizer needs.
 
     Raises:
         DataError: see `load_corpus` and `train_tokenizer`.

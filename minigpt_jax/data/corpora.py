@@ -7,7 +7,8 @@ that changes gets a new data set, and an old one is never read in its place. No 
 needed.
 
 To add a corpus, derive from `_CorpusBuilder`, say how to read its files and how to make documents
-of them, and name the class in `CORPORA`.
+of them, and name the class in `CORPORA`. A data set of the TFDS catalogue needs none of its own: it
+is the corpus `tfds:NAME` (see `Catalogue`).
 """
 
 import ast
@@ -22,19 +23,18 @@ import pathlib
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import filelock
 import tensorflow_datasets as tfds
 from absl import logging
 
+from minigpt_jax.data import DataError, catalogue
+
 T = TypeVar('T')
-Files = dict[pathlib.Path, bytes]  # in the order in which their documents are read
-
-
-class DataError(ValueError):
-    """Something about the data that the user can mend; the message is one clear line."""
+# In the order in which their documents are read: their contents; of the catalogue, splits of texts.
+Files = dict[pathlib.Path, bytes | Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Corpus:
     """The documents of a corpus, read from disk when they are asked for.
 
     Attributes:
-        name: a key of `CORPORA`.
-        sha256: hex digest of the source's bytes; of a single file it is what `sha256sum` prints.
+        name: `data.corpus` of the configuration.
+        sha256: hex digest of the source's bytes; of a single file it is what `sha256sum` prints. Of
+            the catalogue it is that of the texts, whatever files they came from.
         train: documents to learn from.
         validation: documents to measure on; no document of `train` is among them.
         directory: of the prepared data set; what is derived from it is cached here.
@@ -67,7 +68,7 @@ def load_corpus(data: Any) -> Corpus:
         DataError: the corpus is unknown, its source cannot be read, a split would be empty, or
             the prepared data set cannot be written.
     """
-    builder_class = choose(CORPORA, data.corpus, 'data.corpus')
+    builder_class = _builder_class(data.corpus)
     fraction = float(data.validation_fraction)
     if not 0 < fraction < 1:
         raise DataError(f'data.validation_fraction is {fraction}: it must be between 0 and 1')
@@ -75,20 +76,29 @@ def load_corpus(data: Any) -> Corpus:
         files = builder_class.read(data)
     except OSError as error:
         raise DataError(f'cannot read {error.filename}: {error.strerror}') from error
-    sha256 = _sha256(files.values())
+    sha256 = builder_class.sha256(files)
     config = SplitConfig(
         name=f'{sha256[:16]}-validation-{fraction}', files=files, validation_fraction=fraction
     )
-    builder = _prepared(builder_class, config)
+    builder = _prepared(
+        lambda: builder_class(data_dir=_data_dir(), config=config, file_format='array_record'),
+        f'preparing {data.corpus}',
+    )
     with _quiet_tfds():
         sources = builder.as_data_source()
     return Corpus(
-        name=builder.name,
+        name=data.corpus,
         sha256=sha256,
         train=_Documents(sources['train']),
         validation=_Documents(sources['validation']),
         directory=pathlib.Path(builder.data_dir),
     )
+
+
+def _builder_class(name: str) -> 'type[_CorpusBuilder]':
+    if name.startswith('tfds:'):
+        return Catalogue
+    return choose(CORPORA | {'tfds:NAME': Catalogue}, name, 'data.corpus')
 
 
 def choose(table: Mapping[str, T], name: str, key: str) -> T:
@@ -148,6 +158,20 @@ class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         """Makes documents of the source; may be slow, since it is done once."""
         raise NotImplementedError
 
+    @classmethod
+    def sha256(cls, files: Files) -> str:
+        """Returns the hex digest of the source; quick."""
+        return _sha256(files.values())
+
+    @classmethod
+    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[str], list[str]]:
+        """Returns the documents of training and validation.
+
+        Raises:
+            DataError: one of them would be empty.
+        """
+        return split_documents(cls.documents(files), validation_fraction)
+
     def _info(self):
         return tfds.core.DatasetInfo(
             builder=self,
@@ -158,9 +182,7 @@ class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager):
         config = self.builder_config
-        train, validation = split_documents(
-            self.documents(config.files), config.validation_fraction
-        )
+        train, validation = self.splits(config.files, config.validation_fraction)
         return {
             'train': self._generate_examples(train),
             'validation': self._generate_examples(validation),
@@ -306,6 +328,67 @@ def _suggestion(path: pathlib.Path) -> str:
 CORPORA = {builder.name: builder for builder in (PythonDocs, TextFiles)}
 
 
+class Catalogue(_CorpusBuilder, skip_registration=True):
+    """The texts of a data set of the TFDS catalogue, `tfds:NAME` or `tfds:NAME/CONFIG`.
+
+    A document is the feature 'text' of a record or, where none has that name, its first text.
+    Where the data set brings a split 'validation', or else 'test', that is the validation split,
+    and training leaves out what is in it; otherwise 'train' is split like the other corpora.
+    """
+
+    name = 'tfds'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        builder = _prepared(
+            lambda: catalogue.open_builder(data.corpus.removeprefix('tfds:'), _data_dir()),
+            f'fetching {data.corpus}',
+            catalogue.prepare,
+        )
+        with _quiet_tfds():
+            sources = catalogue.read(builder)
+        if 'train' not in sources:
+            raise DataError(
+                f"{data.corpus} has no split 'train' to learn from, only {', '.join(sources)}"
+            )
+        held_out = [split for split in ('validation', 'test') if split in sources][:1]
+        feature, *others = catalogue.text_features(builder)
+        if others and feature != 'text':
+            print(f'{data.corpus}: reads {feature} of each record, not {", ".join(others)}')
+        return {
+            pathlib.Path(builder.data_dir, split): _Documents(sources[split], feature)
+            for split in ['train', *held_out]
+        }
+
+    @classmethod
+    def sha256(cls, files: Files) -> str:
+        # Kept beside the records, and gone with them; to read them all may take minutes.
+        kept = next(iter(files)).with_name(f'minigpt_jax-{cls.VERSION}.sha256')
+        if not kept.exists():
+            splits = [_sha256(text.encode() for text in texts) for texts in files.values()]
+            with writing_to(kept.parent):
+                temporary = kept.with_name(f'{kept.name}.{os.getpid()}.tmp')
+                temporary.write_text(_sha256(digest.encode() for digest in splits))
+                os.replace(temporary, kept)
+        return kept.read_text()
+
+    @classmethod
+    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[str], list[str]]:
+        train, *held_out = ([text for text in texts if text] for texts in files.values())
+        if not held_out:
+            return split_documents(train, validation_fraction)
+        (validation,) = held_out
+        in_validation = set(validation)
+        train = [text for text in train if text not in in_validation]
+        if not train or not validation:
+            split = 'validation' if train else 'training'
+            raise DataError(
+                f'the {split} split would be empty: its documents are, or occur in both'
+            )
+        return train, validation
+
+
 # What they share.
 
 
@@ -350,10 +433,10 @@ def split_documents(
 
 
 class _Documents(Sequence):
-    """A TFDS data source of records {'text': bytes}, as a sequence of strings."""
+    """One feature of a TFDS data source, bytes in UTF-8, as a sequence of strings."""
 
-    def __init__(self, source):
-        self._source = source
+    def __init__(self, source, feature='text'):
+        self._source, self._feature = source, feature
 
     def __len__(self):
         return len(self._source)
@@ -361,17 +444,26 @@ class _Documents(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._source[range(len(self))[index]]['text'].decode('utf-8')
+        return self._source[range(len(self))[index]][self._feature].decode('utf-8')
 
 
-def _prepared(builder_class, config: SplitConfig) -> tfds.core.GeneratorBasedBuilder:
-    """Builds the data set unless it is there; safe to run in several processes at once."""
+def _data_dir() -> pathlib.Path:
     # Read each time: TFDS itself looks at the variable only when it is imported.
-    root = pathlib.Path(os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets').expanduser()
+    return pathlib.Path(os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets').expanduser()
+
+
+def _prepared(
+    make_builder: Callable[[], tfds.core.DatasetBuilder],
+    doing: str,
+    prepare: Callable[[tfds.core.DatasetBuilder], None] = (
+        tfds.core.DatasetBuilder.download_and_prepare
+    ),
+) -> tfds.core.DatasetBuilder:
+    """Builds a data set unless it is there, saying so; safe in several processes at once."""
 
     def build():
         with _quiet_tfds():
-            return builder_class(data_dir=root, config=config, file_format='array_record')
+            return make_builder()
 
     builder = build()
     directory = pathlib.Path(builder.data_dir)
@@ -379,21 +471,21 @@ def _prepared(builder_class, config: SplitConfig) -> tfds.core.GeneratorBasedBui
     # exists, it is whole.
     if directory.exists():
         return builder
-    with writing_to(root):
+    with writing_to(_data_dir()):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f'{directory.parent}.lock'):
             if not directory.exists():  # another process may have prepared it meanwhile
                 for leftover in directory.parent.glob('incomplete.*'):  # of a killed process
                     shutil.rmtree(leftover)
-                print(f'preparing {builder.name} (once)', flush=True)
+                print(f'{doing} (once)', flush=True)
                 with _quiet_tfds():
-                    builder.download_and_prepare()
+                    prepare(builder)
     return build()  # anew, since a builder reads what is on disk when it is made
 
 
 @contextlib.contextmanager
 def _quiet_tfds() -> Iterator[None]:
-    """Keeps TFDS from talking about downloads: there are none."""
+    """Keeps TFDS from talking, mostly about downloads where there are none."""
     tfds.disable_progress_bar()
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)

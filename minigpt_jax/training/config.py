@@ -3,6 +3,7 @@
 import difflib
 import importlib.metadata
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from minigpt_jax.model.transformer import ACTIVATIONS, NORM_PLACEMENTS
 from minigpt_jax.report.tables import write_atomically
 from minigpt_jax.training.optim import SCHEDULES, check_rules
 
+VOCAB_SIZE = 4096  # of a tokenizer that is learned to a size, where none is given
 SEED_MODES = ('auto', 'separate', 'map', 'vmap')
 
 
@@ -58,6 +60,15 @@ def _number(test, what):
     return check
 
 
+def _corpus(value):
+    if not value.startswith('tfds:'):
+        return _one_of((*CORPORA, 'tfds:NAME'))(value)
+    # Whether the catalogue has it is asked when it is read: to know takes a while.
+    if not re.fullmatch(r'tfds:\w+(/[\w.+-]+)?', value):
+        return 'expected tfds:NAME or tfds:NAME/CONFIG, for example tfds:tiny_shakespeare'
+    return None
+
+
 _positive = _number(lambda x: x > 0, 'above 0')
 _not_negative = _number(lambda x: x >= 0, '0 or more')
 _below_one = _number(lambda x: 0 <= x < 1, 'at least 0 and below 1')
@@ -75,9 +86,10 @@ def _anything(value):
 KEYS = {
     'seed': (int, _seed),
     'sweep': (tuple, _anything),
-    'data.corpus': (str, _one_of(CORPORA)),
+    'data.corpus': (str, _corpus),
     'data.path': ((str, None), _anything),
     'data.tokenizer': (str, _one_of(TOKENIZERS)),
+    'data.vocab_size': ((int, None), _positive),
     'data.batch_size': (int, _positive),
     'data.validation_fraction': (float, _fraction),
     'model.d_model': (int, _positive),
@@ -195,7 +207,8 @@ def _checked(key, value):
 def resolve(config):
     """A copy of `config`, complete and checked: derived values filled in, every key valid.
 
-    `model.d_ff` of None becomes 4 · d_model (Vaswani et al. 2017 and GPT-2 both use 4).
+    `model.d_ff` of None becomes 4 · d_model (Vaswani et al. 2017 and GPT-2 both use 4), and
+    `data.vocab_size` of None, where it is learned to a size, `VOCAB_SIZE`.
 
     Raises:
       ConfigError: for a missing or unknown key, a wrong type, an unknown choice.
@@ -208,11 +221,23 @@ def resolve(config):
     with config.unlocked():
         if config.model.d_ff is None:
             config.model.d_ff = 4 * config.model.d_model
+        if config.data.vocab_size is None and _learns_to_size(config):
+            config.data.vocab_size = VOCAB_SIZE
     _check_together(config)
     return config
 
 
+def _learns_to_size(config):
+    return 'vocab_size' in TOKENIZERS[config.data.tokenizer].settings
+
+
 def _check_together(config):
+    if config.data.vocab_size is not None and not _learns_to_size(config):
+        sized = ' or '.join(name for name, kind in TOKENIZERS.items() if kind.settings)
+        raise ImpossibleError(
+            f'data.vocab_size={config.data.vocab_size}: the tokenizer {config.data.tokenizer} has '
+            f'the size that it has; leave it out, or set data.tokenizer={sized}'
+        )
     d_model, num_heads = config.model.d_model, config.model.num_heads
     if d_model % num_heads:
         divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
@@ -256,7 +281,10 @@ def differences(old, new):
 
 def describe_environment(corpus):
     """What produced a result: command, packages, device, git commit, corpus."""
-    packages = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
+    packages = (
+        'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy', 'sentencepiece',
+        'tensorflow-datasets',
+    )  # fmt: skip
     device = jax.devices()[0]
     return {
         'command': train_command(),

@@ -307,8 +307,9 @@ def sample_prompt(config, corpus):
     """
     prompt = config.eval.sample_prompt
     if prompt is None:
-        text = corpus.tokenizer.decode(corpus.validation_tokens[:200])
-        known = [line for line in text.splitlines() if line and '<' not in line]
+        # A token may be part of a character: of the last one there may be too few.
+        text = corpus.tokenizer.decode(corpus.validation_tokens[:200]).rstrip('\ufffd')
+        known = [line for line in text.splitlines() if line.strip() and '<' not in line]
         prompt = ' '.join((known or [text])[0].split()[:3])[:24]
     if not prompt:
         raise ConfigError('eval.sample_prompt is empty: give at least one symbol')

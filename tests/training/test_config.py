@@ -29,6 +29,18 @@ def test_the_hidden_width_is_derived_after_overrides():
     assert resolve(tiny_config(**{'model.d_ff': 7})).model.d_ff == 7
 
 
+def test_the_size_of_a_learned_vocabulary_has_a_default():
+    assert resolve(tiny_config()).data.vocab_size is None
+    sized = {'data.tokenizer': 'sentencepiece'}
+    assert resolve(tiny_config(**sized)).data.vocab_size == 4096
+    assert resolve(tiny_config(**sized, **{'data.vocab_size': 300})).data.vocab_size == 300
+
+
+@pytest.mark.parametrize('name', ['tfds:tiny_shakespeare', 'tfds:para_crawl/enbg', 'tfds:glue'])
+def test_a_corpus_may_be_one_of_the_catalogue(name):
+    assert resolve(tiny_config(**{'data.corpus': name})).data.corpus == name
+
+
 def test_changing_a_copy_leaves_the_original_alone():
     config = tiny_config()
     changed = with_values(config, {'model.num_heads': 4, 'optim.learning_rate': 1})
@@ -61,6 +73,12 @@ def test_changing_a_copy_leaves_the_original_alone():
         ({'seed': -1}, 'must be from 0 to 2147483647'),
         ({'train.keep': 1}, 'must be 2 or more'),
         ({'mesh.data': 0}, 'or -1 for all devices'),
+        ({'data.corpus': 'python_doc'}, 'text, tfds:NAME; did you mean python_docs'),
+        ({'data.corpus': 'tfds:'}, 'expected tfds:NAME or tfds:NAME/CONFIG, for example'),
+        ({'data.corpus': 'tfds:two words'}, 'expected tfds:NAME or tfds:NAME/CONFIG'),
+        ({'data.tokenizer': 'bytes'}, 'choose from char, byte, sentencepiece; did you mean byte'),
+        ({'data.vocab_size': 0}, 'must be above 0'),
+        ({'data.vocab_size': 'many'}, 'expected int, got str'),
     ],
 )
 def test_a_wrong_value_gets_one_line(values, line):
@@ -77,6 +95,11 @@ def test_a_wrong_value_gets_one_line(values, line):
         ({'train.log_every': 3}, 'must be a multiple of train.steps_per_call=2, for example 4'),
         ({'train.steps': 13}, 'train.steps=13: must be a multiple'),
         ({'optim.warmup_steps': 12}, 'optim.warmup_steps=12: must be below train.steps=12'),
+        ({'data.vocab_size': 300}, 'leave it out, or set data.tokenizer=sentencepiece'),
+        (
+            {'data.vocab_size': 300, 'data.tokenizer': 'byte'},
+            'data.vocab_size=300: the tokenizer byte has the size that it has',
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_impossible(values, line):

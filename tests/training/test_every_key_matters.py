@@ -84,7 +84,8 @@ CASES = {
     'sweep': ((('seed', (0, 1)),), points),
     'data.corpus': ('python_docs', text),
     'data.path': ('OTHER', text),
-    'data.tokenizer': None,  # one choice so far: nothing to change it to
+    'data.tokenizer': ('byte', text),
+    'data.vocab_size': (300, text),
     'data.batch_size': (4, first_batch),
     'data.validation_fraction': (0.3, text),
     'model.d_model': (32, step),
@@ -135,7 +136,9 @@ def paths(text_file, tmp_path_factory):
 def shows(key, paths):
     """Whether the second value of `key` changes what its case looks at."""
     value, look = CASES[key]
-    base = resolve(tiny_config(paths['BASE']))
+    # The size of a vocabulary is a choice for this tokenizer alone.
+    sized = {'data.tokenizer': 'sentencepiece', 'data.vocab_size': 290}
+    base = resolve(tiny_config(paths['BASE'], **(sized if key == 'data.vocab_size' else {})))
     changed = {key: paths.get(value, value) if isinstance(value, str) else value}
     if key == 'model.d_model':
         changed['model.d_ff'] = base.model.d_ff

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from minigpt_jax.data import corpora
 from minigpt_jax.report.writers import read_lines
 from minigpt_jax.training import loop, steps, sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
@@ -128,6 +129,29 @@ def test_a_sweep_leaves_all_its_files(finished):
     for row in rows:
         assert float(row['val_perplexity']) == pytest.approx(np.exp(float(row['val_loss'])))
         assert 0 < float(row['bits_per_byte']) < 8
+
+
+def test_tokenizers_are_compared_by_bits_per_byte_of_the_same_text(text_file, tmp_path):
+    tokenizers = (('char', None), ('sentencepiece', 300), ('sentencepiece', 5000))
+    axes = ((('data.tokenizer', 'data.vocab_size'), tokenizers),)
+    assert sweep.run(tiny_config(text_file, sweep=axes), tmp_path) == 1
+    _, (text,) = corpora.split_documents([text_file.read_text()], 0.1)
+    num_tokens = []
+    for tokenizer, size in tokenizers[:2]:
+        run_dir = tmp_path / f'points/tokenizer-{tokenizer}_vocab_size-{size}/seed-0'
+        run, summary = load_run(run_dir), json.loads((run_dir / 'summary.json').read_text())
+        tokens = run.tokenizer.encode(text)
+        nats = summary['val_loss'] * (len(tokens) - 1)  # every token but the first is predicted
+        expected = nats / np.log(2) / len(text.encode())
+        assert summary['bits_per_byte'] == pytest.approx(expected)
+        assert (run_dir / 'samples.txt').read_text().startswith(text.split()[0])
+        num_tokens.append(len(tokens))
+    assert num_tokens[0] > num_tokens[1]
+    report = (tmp_path / 'report.md').read_text()
+    assert 'lowest validation bits per byte' in report
+    *_, large = csv.DictReader((tmp_path / 'results.csv').open())
+    assert large['status'] == 'invalid'
+    assert 'data.vocab_size=5000: the training text gives at most' in large['error']
 
 
 def test_metrics_have_a_line_a_logged_step_and_evaluations_among_them(finished):
