@@ -4,6 +4,48 @@
 
 Trains one model of 0.8 M parameters on the documentation that comes with Python. Any value can be
 changed on the command line, `--config.model.num_heads=8`, or swept (see configs/heads_sweep.py).
+
+What the parts of the model can be, and where each comes from. (*) marks what this recipe uses.
+
+    model.positions       learned *     Gehring et al. 2017; GPT-2 (Radford et al. 2019)
+                          sinusoidal    Vaswani et al. 2017, section 3.5
+                          rotary        Su et al. 2021 (RoFormer), section 3.2
+                          alibi         Press et al. 2022 (ALiBi), section 3
+                          relative      Shaw et al. 2018, section 3.2; keys only, clipped at 16
+                          none          the causal mask alone: Haviv et al. 2022
+    model.norm_placement  pre *         Xiong et al. 2020; GPT-2
+                          post          Vaswani et al. 2017, section 3.1
+                          sandwich      Ding et al. 2021 (CogView), section 2.4
+                          deepnorm      Wang et al. 2022 (DeepNet), the decoder's α and β
+                          none          no norm but those of qk_norm
+    model.norm            layer *       Ba et al. 2016
+                          rms           Zhang and Sennrich 2019
+    model.qk_norm         False *, True Henry et al. 2020; Dehghani et al. 2023, section 2
+    model.residual        True *, False He et al. 2016; False is an experiment
+    model.scale_scores    True *, False Vaswani et al. 2017, section 3.2.1; False is an experiment
+    model.activation      gelu *        Hendrycks and Gimpel 2016, the tanh form; GPT-2
+                          relu          Vaswani et al. 2017, section 3.3
+                          swiglu        Shazeer 2020; both hidden widths are d_ff
+    model.attention_form  fused *       one projection, one batched product
+                          per_head      Vaswani et al. 2017, section 3.2.2, as in a textbook
+    model.tie_embeddings  True *, False Press and Wolf 2017
+    model.init            gpt2 *        N(0, 0.02²), outputs of branches / √(2 · layers): GPT-2
+                          xavier        Glorot and Bengio 2010, uniform
+                          torch         U(±1/√fan_in), biases too: PyTorch's nn.Linear
+                          (embedding tables are N(0, 0.02²) under each)
+    model.dtype           float32 *     everything
+                          bfloat16      operands of products: Kalamkar et al. 2019
+    model.dropout_rate                  Srivastava et al. 2014
+    model.remat           False *, True Chen et al. 2016
+    model.scan_layers     False *, True the layers as one loop, the same numbers
+    optim.name            adamw *       Loshchilov and Hutter 2019
+                          adam          Kingma and Ba 2015; decay as an L2 penalty
+                          sgd           Polyak 1964 (momentum b1); decay as an L2 penalty
+    optim.schedule        cosine *      Loshchilov and Hutter 2017, without restarts
+                          linear        to final_learning_rate at the last step
+                          constant      after the warm-up
+                          inverse_sqrt  Vaswani et al. 2017, section 5.3
+    optim.clip_norm                     Pascanu et al. 2013
 """
 
 from ml_collections import ConfigDict

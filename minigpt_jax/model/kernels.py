@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def product(spec, a, b, dtype):
@@ -22,8 +23,27 @@ def product(spec, a, b, dtype):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(static, a, b):
     spec, dtype, precision, *_ = static
-    a, b = a.astype(dtype), b.astype(dtype)
+    if dtype != 'float32' and _rounds_instead(spec):
+        bits = jnp.finfo(dtype)
+        a, b = (lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant) for x in (a, b))
+    else:
+        a, b = a.astype(dtype), b.astype(dtype)
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _rounds_instead(spec):
+    """Whether operands are only rounded to `dtype`, and multiplied in float32: the same numbers.
+
+    XLA's CPU compiler (jax 0.10 to 0.12) has fast bfloat16 products of matrices only where the
+    last axes of the left one are contracted. Others it multiplies in float32 itself, or rearranges
+    into what it cannot run: "Unsupported element type for DotThunk".
+    """
+    terms, result = spec.split('->')
+    left, right = terms.split(',')
+    contracted = ''.join(axis for axis in left if axis not in result)
+    has_batch_axes = bool(set(left) & set(right) & set(result))
+    is_fast = left.endswith(contracted) and not has_batch_axes
+    return jax.default_backend() == 'cpu' and not is_fast
 
 
 def _product_forward(static, a, b):
