@@ -4,6 +4,48 @@
 
 Trains one model of 0.8 M parameters on the documentation that comes with Python. Any value can be
 changed on the command line, `--config.model.num_heads=8`, or swept (see configs/heads_sweep.py).
+
+What the parts of the model can be, and where each comes from. (*) marks what this recipe uses.
+
+    model.positions       learned *     Gehring et al. 2017; GPT-2 (Radford et al. 2019)
+                          sinusoidal    Vaswani et al. 2017, section 3.5
+                          rotary        Su et al. 2021 (RoFormer), section 3.2
+                          alibi         Press et al. 2022 (ALiBi), section 3
+                          relative      Shaw et al. 2018, section 3.2; keys only, clipped at 16
+                          none          the causal mask alone: Haviv et al. 2022
+    model.norm_placement  pre *         Xiong et al. 2020; GPT-2
+                          post          Vaswani et al. 2017, section 3.1
+                          sandwich      Ding et al. 2021 (CogView), section 2.4
+                          deepnorm      Wang et al. 2022 (DeepNet), the decoder's α and β
+                          none          no norm but those of qk_norm
+    model.norm            layer *       Ba et al. 2016
+                          rms           Zhang and Sennrich 2019
+    model.qk_norm         False *, True Henry et al. 2020; Dehghani et al. 2023, section 2
+    model.residual        True *, False He et al. 2016; False is an experiment
+    model.scale_scores    True *, False Vaswani et al. 2017, section 3.2.1; False is an experiment
+    model.activation      gelu *        Hendrycks and Gimpel 2016, the tanh form; GPT-2
+                          relu          Vaswani et al. 2017, section 3.3
+                          swiglu        Shazeer 2020; both hidden widths are d_ff
+    model.attention_form  fused *       one projection, one batched product
+                          per_head      Vaswani et al. 2017, section 3.2.2, as in a textbook
+    model.tie_embeddings  True *, False Press and Wolf 2017
+    model.init            gpt2 *        N(0, 0.02²), outputs of branches / √(2 · layers): GPT-2
+                          xavier        Glorot and Bengio 2010, uniform
+                          torch         U(±1/√fan_in), biases too: PyTorch's nn.Linear
+                          (embedding tables are N(0, 0.02²) under each)
+    model.dtype           float32 *     everything
+                          bfloat16      operands of products: Kalamkar et al. 2019
+    model.dropout_rate                  Srivastava et al. 2014
+    model.remat           False *, True Chen et al. 2016
+    model.scan_layers     False *, True the layers as one loop, the same numbers
+    optim.name            adamw *       Loshchilov and Hutter 2019
+                          adam          Kingma and Ba 2015; decay as an L2 penalty
+                          sgd           Polyak 1964 (momentum b1); decay as an L2 penalty
+    optim.schedule        cosine *      Loshchilov and Hutter 2017, without restarts
+                          linear        to final_learning_rate at the last step
+                          constant      after the warm-up
+                          inverse_sqrt  Vaswani et al. 2017, section 5.3
+    optim.clip_norm                     Pascanu et al. 2013
 """
 
 from ml_collections import ConfigDict
@@ -31,23 +73,32 @@ def get_config(variant=''):
     c.model.d_ff = placeholder(int)  # feed-forward hidden width; None: 4 · d_model
     c.model.num_layers = 4
     c.model.context_length = 64  # tokens
-    c.model.norm_placement = 'pre'  # pre, post
-    c.model.positions = 'learned'  # learned, sinusoidal
-    c.model.activation = 'gelu'  # gelu, relu
+    c.model.norm_placement = 'pre'  # pre, post, sandwich, deepnorm, none
+    c.model.norm = 'layer'  # layer, rms; of all norms that there are
+    c.model.qk_norm = False  # also norm each query and key, over its d_head dimensions
+    c.model.residual = True  # False: branches stand alone, y in the place of x + y
+    c.model.scale_scores = True  # False: scores are not divided by √d_head
+    c.model.positions = 'learned'  # learned, sinusoidal, rotary, alibi, relative, none
+    c.model.activation = 'gelu'  # gelu, relu, swiglu
     c.model.attention_form = 'fused'  # fused, per_head: the same function, fast or as in a textbook
     c.model.attention = 'auto'  # implementation of dot-product attention
     c.model.dropout_rate = 0.0
     c.model.tie_embeddings = True  # the output layer is the embedding table
     c.model.use_bias = False  # biases of dense layers and norms
+    c.model.init = 'gpt2'  # gpt2, xavier, torch: how dense layers start
+    c.model.dtype = 'float32'  # float32, bfloat16: operands of products; all else is float32
+    c.model.remat = False  # compute each block again in the backward pass, to save memory
+    c.model.scan_layers = False  # layers as a loop: compiles faster, runs slower on a CPU
 
     c.optim = ConfigDict()
-    c.optim.learning_rate = 2e-3  # peak
-    c.optim.schedule = 'cosine'  # cosine, constant
+    c.optim.name = 'adamw'  # adamw, adam, sgd
+    c.optim.learning_rate = 2e-3  # peak, reached at the end of the warm-up
+    c.optim.schedule = 'cosine'  # cosine, linear, constant, inverse_sqrt
     c.optim.warmup_steps = 100
-    c.optim.final_learning_rate = 2e-4  # at the end of the cosine
-    c.optim.b1 = 0.9
-    c.optim.b2 = 0.99
-    c.optim.weight_decay = 0.1
+    c.optim.final_learning_rate = 2e-4  # at the end; cosine and linear
+    c.optim.b1 = 0.9  # sgd: momentum
+    c.optim.b2 = 0.99  # adamw, adam
+    c.optim.weight_decay = 0.1  # adamw: apart from the gradient; adam, sgd: an L2 penalty
     c.optim.clip_norm = 1.0  # global gradient norm; 0: off
     # (path pattern, setting, factor): here, no decay of biases and of the scales of norms.
     c.optim.rules = (('.*(bias|scale)', 'weight_decay', 0.0),)

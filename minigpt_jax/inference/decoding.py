@@ -43,7 +43,7 @@ def generate(model, params, prompt_BT, length, key, *, num_tokens, temperature, 
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(B))
 
     def read_window(window_BT, length, _):
-        x_BTD, caches = module.hidden(window_BT, caches=module.init_caches(B))
+        x_BTD, caches = module.hidden(window_BT, caches=module.init_caches(B, T))
         last_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, length - 1, 1, axis=1)
         return module.logits(last_B1D)[:, 0], caches
 
@@ -68,7 +68,7 @@ def generate(model, params, prompt_BT, length, key, *, num_tokens, temperature, 
         window_BT = window_BT.at[:, length].set(token_B)
         return (window_BT, length + 1, caches, full), token_B
 
-    start = (prompt_BT, jnp.int32(length), module.init_caches(B), jnp.bool_(True))
+    start = (prompt_BT, jnp.int32(length), module.init_caches(B, T), jnp.bool_(True))
     _, tokens_NB = jax.lax.scan(next_token, start, jnp.arange(num_tokens))
     return tokens_NB.T
 

@@ -4,11 +4,25 @@ Tensor names end in their dimensions: B batch, T query length, S key/value lengt
 H heads, K head dimension.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from minigpt_jax.model.kernels import dot_general
+from minigpt_jax.model.kernels import product
+from minigpt_jax.model.layers import (
+    NO_TAP,
+    Tap,
+    branch_gain,
+    dense,
+    dropout,
+    make_norm,
+    residual_output,
+    split_key,
+)
+from minigpt_jax.model.positions import ATTENTION_POSITIONS
 
 IMPLEMENTATIONS = ('auto', 'plain')
 
@@ -32,7 +46,8 @@ def dot_product_attention(
     """Scaled dot-product attention, softmax(q kᵀ / √K + bias) v, for every model of this project.
 
     A query may attend to a key when *every* given condition allows it. A query that may attend to
-    nothing gives zeros. Masked weights are exactly 0. The softmax is computed in float32.
+    nothing gives zeros. Masked weights are exactly 0. Operands of products are of the type of
+    q, k and v; their results and the softmax are float32.
 
     Args:
       q_BTHK, k_BSHK, v_BSHK: queries, keys and values.
@@ -57,10 +72,8 @@ def dot_product_attention(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f'implementation={implementation!r}: choose from {IMPLEMENTATIONS}')
-    K = q_BTHK.shape[-1]
-    scores_BHTS = jnp.einsum(
-        'BTHK,BSHK->BHTS', q_BTHK * K**-0.5, k_BSHK, preferred_element_type=jnp.float32
-    )
+    scaled_q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
+    scores_BHTS = product('BTHK,BSHK->BHTS', scaled_q_BTHK, k_BSHK, k_BSHK.dtype)
     if bias is not None:
         scores_BHTS += bias
         finite = bias > -jnp.inf  # what a bias of -inf rules out is masked
@@ -73,7 +86,7 @@ def dot_product_attention(
         # Only these can leave a query with nothing: causally, it always sees itself.
         weights_BHTS = jnp.where(allowed, weights_BHTS, 0)
     kept_BHTS = dropout(weights_BHTS, dropout_rate, dropout_key)
-    y_BTHK = jnp.einsum('BHTS,BSHK->BTHK', kept_BHTS.astype(v_BSHK.dtype), v_BSHK)
+    y_BTHK = product('BHTS,BSHK->BTHK', kept_BHTS, v_BSHK, v_BSHK.dtype)
     return (y_BTHK, weights_BHTS) if return_weights else y_BTHK
 
 
@@ -98,73 +111,107 @@ def _may_attend(shape_BHTS, causal, q_offset, kv_lengths_B, segment_ids, mask):
     return allowed
 
 
-def dropout(x, rate, key):
-    """Zeroes entries with probability `rate`, scales the rest by 1/(1 - rate); off without a key.
-
-    Source: Srivastava et al. 2014.
-    """
-    return nnx.Dropout(rate)(x, deterministic=key is None, rngs=key)
-
-
-def split_key(key, count):
-    """`count` independent keys; `None` (dropout off) stays `None`."""
-    return (None,) * count if key is None else jax.random.split(key, count)
-
-
-def init_cache(batch_size, length, num_heads, d_head):
+def init_cache(batch_size, length, num_heads, d_head, dtype='float32'):
     """An empty key-value cache of one attention layer: {'k_BSHK', 'v_BSHK'}, all zeros."""
     shape_BSHK = (batch_size, length, num_heads, d_head)
-    return {'k_BSHK': jnp.zeros(shape_BSHK), 'v_BSHK': jnp.zeros(shape_BSHK)}
+    return {'k_BSHK': jnp.zeros(shape_BSHK, dtype), 'v_BSHK': jnp.zeros(shape_BSHK, dtype)}
 
 
-def cached_attention(q_BTHK, k_BTHK, v_BTHK, cache, position, **kwargs):
-    """Causal self-attention; with a cache, also over the keys and values of earlier calls.
+class Attend(nnx.Module):
+    """Causal attention between queries, keys and values: all of a layer but its projections.
 
-    The new keys and values stand at `position`, `position + 1`, … . What a cache holds behind them
-    is ruled out by causality, so a cache need not be cleared.
+    In this order: a norm of each query and key over its K dimensions (`qk_norm`); the cache, whose
+    keys are not yet marked by positions; positions, where they act inside attention; dot products.
+
+    Shapes: q_BTHK, k_BTHK, v_BTHK -> y_BTHK. A call may hold some of the layer's heads only,
+    counted from `first_head`. With a `cache` (see `init_cache`) the new keys and values stand at
+    `position`, `position + 1`, …, and queries attend to those of earlier calls as well. What a
+    cache holds behind them is ruled out by causality, so it need not be cleared.
 
     Returns:
       (y_BTHK, cache): the cache with the new keys and values, or None where there was none.
+
+    Source: Vaswani et al. 2017, section 3.2.1. QK-norm: Henry et al. 2020; Dehghani et al. 2023,
+    section 2, whose scale of (K,), shared by all heads, this has.
     """
-    if cache is not None:
-        start = (0, position, 0, 0)
-        cache = {
-            'k_BSHK': jax.lax.dynamic_update_slice(cache['k_BSHK'], k_BTHK, start),
-            'v_BSHK': jax.lax.dynamic_update_slice(cache['v_BSHK'], v_BTHK, start),
-        }
-        k_BTHK, v_BTHK = cache['k_BSHK'], cache['v_BSHK']
-    y_BTHK = dot_product_attention(q_BTHK, k_BTHK, v_BTHK, causal=True, q_offset=position, **kwargs)
-    return y_BTHK, cache
+
+    def __init__(self, config, *, rngs):
+        self.dropout_rate, self.implementation = config.dropout_rate, config.attention
+        self.dtype = config.dtype
+        d_head = config.d_model // config.num_heads
+        # `scale_scores` off undoes the division by √K inside `dot_product_attention`.
+        self.unscale = 1.0 if config.scale_scores else d_head**0.5
+        self.query_norm = make_norm(config, d_head, rngs=rngs) if config.qk_norm else None
+        self.key_norm = make_norm(config, d_head, rngs=rngs) if config.qk_norm else None
+        positions = ATTENTION_POSITIONS.get(config.positions)
+        self.positions = positions and positions(config, rngs=rngs)
+
+    def __call__(
+        self,
+        q_BTHK,
+        k_BTHK,
+        v_BTHK,
+        *,
+        cache=None,
+        position=0,
+        first_head=0,
+        dropout_key=None,
+        tap=NO_TAP,
+    ):
+        if self.query_norm is not None:
+            q_BTHK, k_BTHK = self.query_norm(q_BTHK), self.key_norm(k_BTHK)
+        q_BTHK, k_BSHK, v_BSHK = (x.astype(self.dtype) for x in (q_BTHK, k_BTHK, v_BTHK))
+        if cache is not None:
+            start = (0, position, 0, 0)
+            cache = {
+                'k_BSHK': jax.lax.dynamic_update_slice(cache['k_BSHK'], k_BSHK, start),
+                'v_BSHK': jax.lax.dynamic_update_slice(cache['v_BSHK'], v_BSHK, start),
+            }
+            k_BSHK, v_BSHK = cache['k_BSHK'], cache['v_BSHK']
+        bias_BHTS = None
+        if self.positions is not None:
+            q_BTHK, k_BSHK, bias_BHTS = self.positions(q_BTHK, k_BSHK, position, first_head)
+        if self.unscale != 1:
+            q_BTHK = q_BTHK * self.unscale
+        y_BTHK = dot_product_attention(
+            q_BTHK,
+            k_BSHK,
+            v_BSHK,
+            causal=True,
+            q_offset=position,
+            bias=bias_BHTS,
+            dropout_rate=self.dropout_rate,
+            dropout_key=dropout_key,
+            implementation=self.implementation,
+            return_weights=tap.wants('attention_weights'),
+        )
+        if tap.wants('attention_weights'):
+            y_BTHK, weights_BHTS = y_BTHK
+            tap('attention_weights', weights_BHTS)
+        return tap('head_outputs', y_BTHK), cache
 
 
 class Head(nnx.Module):
-    """One causal attention head: softmax(x W_Q (x W_K)ᵀ / √K) x W_V, from x_BTD to y_BTK.
+    """One attention head, attend(x W_Q, x W_K, x W_V), from x_BTD to y_BTK.
+
+    With `attend` a `dot_product_attention`: softmax(x W_Q (x W_K)ᵀ / √K) x W_V, as y_BT1K. In a
+    layer it is the layer's `Attend`, and the result is (y_BT1K, cache).
 
     Source: Vaswani et al. 2017, section 3.2.2.
     """
 
     def __init__(self, config, *, rngs):
-        self.dropout_rate, self.implementation = config.dropout_rate, config.attention
-        d_head = config.d_model // config.num_heads
-        self.query = dense(config, config.d_model, d_head, rngs=rngs)
-        self.key = dense(config, config.d_model, d_head, rngs=rngs)
-        self.value = dense(config, config.d_model, d_head, rngs=rngs)
+        D, K = config.d_model, config.d_model // config.num_heads
+        # Glorot's rule sees the matrices of all heads side by side, as in the fused form.
+        self.query = dense(config, D, K, fan_out=D, rngs=rngs)
+        self.key = dense(config, D, K, fan_out=D, rngs=rngs)
+        self.value = dense(config, D, K, fan_out=D, gain=branch_gain(config), rngs=rngs)
 
-    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None):
+    def __call__(self, x_BTD, attend):
         q_BT1K, k_BT1K, v_BT1K = (
             project(x_BTD)[:, :, None] for project in (self.query, self.key, self.value)
         )
-        y_BT1K, cache = cached_attention(
-            q_BT1K,
-            k_BT1K,
-            v_BT1K,
-            cache,
-            position,
-            dropout_rate=self.dropout_rate,
-            dropout_key=dropout_key,
-            implementation=self.implementation,
-        )
-        return y_BT1K[:, :, 0], cache
+        return attend(q_BT1K, k_BT1K, v_BT1K)
 
 
 class MultiHeadAttention(nnx.Module):
@@ -180,24 +227,30 @@ class MultiHeadAttention(nnx.Module):
     def __init__(self, config, *, rngs):
         self.dropout_rate = config.dropout_rate
         self.heads = nnx.List([Head(config, rngs=rngs) for _ in range(config.num_heads)])
+        self.attend = Attend(config, rngs=rngs)
         self.out = residual_output(config, config.d_model, rngs=rngs)
 
-    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None):
+    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None, tap=NO_TAP):
         *head_keys, out_key = split_key(dropout_key, len(self.heads) + 1)
-        y_BTK, caches = zip(
-            *(
-                head(
-                    x_BTD,
-                    cache=cache and {name: x[:, :, h : h + 1] for name, x in cache.items()},
-                    position=position,
-                    dropout_key=head_keys[h],
-                )
-                for h, head in enumerate(self.heads)
-            ),
-            strict=True,
-        )
+        taps = [Tap(tap.names) for _ in self.heads]
+        y_BTK, caches = [], []
+        for h, head in enumerate(self.heads):
+            attend = functools.partial(
+                self.attend,
+                cache=cache and {name: x[:, :, h : h + 1] for name, x in cache.items()},
+                position=position,
+                first_head=h,
+                dropout_key=head_keys[h],
+                tap=taps[h],
+            )
+            y_BT1K, head_cache = head(x_BTD, attend)
+            y_BTK.append(y_BT1K[:, :, 0])
+            caches.append(head_cache)
         if cache is not None:
             cache = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *caches)
+        for name, axis in (('attention_weights', 1), ('head_outputs', 2)):
+            if tap.wants(name):
+                tap(name, jnp.concatenate([own.values[name] for own in taps], axis))
         y_BTD = self.out(jnp.concatenate(y_BTK, axis=-1))
         return dropout(y_BTD, self.dropout_rate, out_key), cache
 
@@ -210,24 +263,22 @@ class FusedMultiHeadAttention(nnx.Module):
     """
 
     def __init__(self, config, *, rngs):
-        self.dropout_rate, self.implementation = config.dropout_rate, config.attention
-        d_head = config.d_model // config.num_heads
-        self.qkv = dense(config, config.d_model, (3, config.num_heads, d_head), rngs=rngs)
-        self.out = residual_output(config, config.d_model, rngs=rngs)
+        self.dropout_rate = config.dropout_rate
+        D, H = config.d_model, config.num_heads
+        gains_311 = np.array([1, 1, branch_gain(config)], np.float32)[:, None, None]
+        self.qkv = dense(config, D, (3, H, D // H), fan_out=D, gain=gains_311, rngs=rngs)
+        self.attend = Attend(config, rngs=rngs)
+        self.out = residual_output(config, D, rngs=rngs)
 
-    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None):
+    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None, tap=NO_TAP):
         weights_key, out_key = split_key(dropout_key, 2)
         qkv_BT3HK = self.qkv(x_BTD)
-        q_BTHK, k_BTHK, v_BTHK = (qkv_BT3HK[:, :, i] for i in range(3))
-        y_BTHK, cache = cached_attention(
-            q_BTHK,
-            k_BTHK,
-            v_BTHK,
-            cache,
-            position,
-            dropout_rate=self.dropout_rate,
+        y_BTHK, cache = self.attend(
+            *(qkv_BT3HK[:, :, i] for i in range(3)),
+            cache=cache,
+            position=position,
             dropout_key=weights_key,
-            implementation=self.implementation,
+            tap=tap,
         )
         y_BTD = self.out(y_BTHK.reshape(x_BTD.shape))
         return dropout(y_BTD, self.dropout_rate, out_key), cache
@@ -253,7 +304,7 @@ def fuse_heads(params):
         )
         for name in heads[0]['query']
     }
-    return {'qkv': qkv, 'out': params['out']}
+    return {'qkv': qkv} | {name: x for name, x in params.items() if name != 'heads'}
 
 
 def split_heads(params):
@@ -266,26 +317,4 @@ def split_heads(params):
         }
         for h in range(num_heads)
     }
-    return {'heads': heads, 'out': params['out']}
-
-
-def dense(config, d_in, d_out, *, rngs, stddev=0.02):
-    """A dense layer x W + b; W ~ N(0, stddev²) as in GPT-2, b = 0 or absent (`use_bias`)."""
-    return nnx.LinearGeneral(
-        d_in,
-        d_out,
-        use_bias=config.use_bias,
-        kernel_init=nnx.initializers.normal(stddev),
-        dot_general=dot_general,
-        rngs=rngs,
-    )
-
-
-def residual_output(config, d_in, *, rngs):
-    """The last dense layer of a residual branch, with σ = 0.02/√(2·num_layers).
-
-    The residual stream is a sum of 2·num_layers branches; the division keeps its variance from
-    growing with depth. Source: Radford et al. 2019 (GPT-2), section 2.3.
-    """
-    stddev = 0.02 / (2 * config.num_layers) ** 0.5
-    return dense(config, d_in, config.d_model, rngs=rngs, stddev=stddev)
+    return {'heads': heads} | {name: x for name, x in params.items() if name != 'qkv'}

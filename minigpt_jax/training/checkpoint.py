@@ -16,8 +16,10 @@ from ml_collections import ConfigDict
 from minigpt_jax.data.tokenizers import tokenizer_from_dict
 from minigpt_jax.training import steps
 from minigpt_jax.training.config import (
+    KEYS,
     DamagedError,
     RunError,
+    flatten,
     read_config,
     read_json,
     write_json,
@@ -149,12 +151,18 @@ def load_run(workdir):
     """The one door to a trained run: its newest readable checkpoint, ready for `nnx.merge`.
 
     Raises:
-      RunError: if `workdir` holds no run, a whole sweep, or no readable checkpoint.
+      RunError: if `workdir` holds no run, a whole sweep, a run of an earlier version, or no
+        readable checkpoint.
     """
     config = read_config(workdir) if workdir.is_dir() else None
     if config is None:
         raise RunError(
             f'{workdir}: no config.json there; --workdir takes a directory that train wrote'
+        )
+    if missing := [key for key in KEYS if key not in flatten(config)]:
+        raise RunError(
+            f'{workdir}: its config.json has no {missing[0]}: trained by an earlier version, and '
+            'readable with that one alone'
         )
     if (workdir / 'points').is_dir():
         runs = sorted(path.parent for path in workdir.glob('points/*/seed-*/tokenizer.json'))

@@ -15,12 +15,14 @@ from ml_collections import ConfigDict
 from minigpt_jax.data.corpora import CORPORA
 from minigpt_jax.data.tokenizers import TOKENIZERS
 from minigpt_jax.model.attention import ATTENTION_FORMS, IMPLEMENTATIONS
+from minigpt_jax.model.layers import INITS, NORM_PLACEMENTS, NORMS
 from minigpt_jax.model.positions import POSITIONS
-from minigpt_jax.model.transformer import ACTIVATIONS, NORM_PLACEMENTS
+from minigpt_jax.model.transformer import ACTIVATIONS
 from minigpt_jax.report.tables import write_atomically
-from minigpt_jax.training.optim import SCHEDULES, check_rules
+from minigpt_jax.training.optim import OPTIMIZERS, SCHEDULES, check_rules
 
 VOCAB_SIZE = 4096  # of a tokenizer that is learned to a size, where none is given
+DTYPES = ('float32', 'bfloat16')
 SEED_MODES = ('auto', 'separate', 'map', 'vmap')
 
 
@@ -98,6 +100,10 @@ KEYS = {
     'model.num_layers': (int, _positive),
     'model.context_length': (int, _positive),
     'model.norm_placement': (str, _one_of(NORM_PLACEMENTS)),
+    'model.norm': (str, _one_of(NORMS)),
+    'model.qk_norm': (bool, _anything),
+    'model.residual': (bool, _anything),
+    'model.scale_scores': (bool, _anything),
     'model.positions': (str, _one_of(POSITIONS)),
     'model.activation': (str, _one_of(ACTIVATIONS)),
     'model.attention_form': (str, _one_of(ATTENTION_FORMS)),
@@ -105,6 +111,11 @@ KEYS = {
     'model.dropout_rate': (float, _below_one),
     'model.tie_embeddings': (bool, _anything),
     'model.use_bias': (bool, _anything),
+    'model.init': (str, _one_of(INITS)),
+    'model.dtype': (str, _one_of(DTYPES)),
+    'model.remat': (bool, _anything),
+    'model.scan_layers': (bool, _anything),
+    'optim.name': (str, _one_of(OPTIMIZERS)),
     'optim.learning_rate': (float, _not_negative),
     'optim.schedule': (str, _one_of(SCHEDULES)),
     'optim.warmup_steps': (int, _not_negative),
@@ -245,6 +256,23 @@ def _check_together(config):
             f'model.num_heads={num_heads}: does not divide model.d_model={d_model}; '
             f'head counts that do: {", ".join(map(str, divisors))}'
         )
+    d_head = d_model // num_heads
+    if config.model.positions == 'rotary' and d_head % 2:
+        even = [h for h in range(1, d_model + 1) if d_model % (2 * h) == 0]
+        hint = (
+            f'head counts that make it even: {", ".join(map(str, even))}'
+            if even
+            else 'take an even model.d_model'
+        )
+        raise ImpossibleError(
+            f'model.positions=rotary: turns pairs of dimensions, and d_head = '
+            f'{d_model}/{num_heads} = {d_head} is odd; {hint}'
+        )
+    if config.model.norm_placement == 'deepnorm' and not config.model.residual:
+        raise ImpossibleError(
+            'model.norm_placement=deepnorm: weighs the residual connection, which '
+            'model.residual=False takes away; use post, which is the same without it'
+        )
     per_call = config.train.steps_per_call
     for key in ('train.steps', 'train.log_every', 'train.checkpoint_every', 'eval.every'):
         value = get_key(config, key)
@@ -258,10 +286,14 @@ def _check_together(config):
             f'train.accumulation_steps={config.train.accumulation_steps}: must divide '
             f'data.batch_size={config.data.batch_size}'
         )
-    if config.optim.schedule == 'cosine' and config.optim.warmup_steps >= config.train.steps:
+    schedule, warmup = config.optim.schedule, config.optim.warmup_steps
+    if schedule in ('cosine', 'linear') and warmup >= config.train.steps:
         raise ImpossibleError(
-            f'optim.warmup_steps={config.optim.warmup_steps}: must be below '
-            f'train.steps={config.train.steps}'
+            f'optim.warmup_steps={warmup}: must be below train.steps={config.train.steps}'
+        )
+    if schedule == 'inverse_sqrt' and not warmup:
+        raise ImpossibleError(
+            'optim.warmup_steps=0: inverse_sqrt falls from the end of the warm-up; give at least 1'
         )
 
 

@@ -4,37 +4,61 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 
-SCHEDULES = ('cosine', 'constant')
+OPTIMIZERS = ('adamw', 'adam', 'sgd')
+SCHEDULES = ('cosine', 'linear', 'constant', 'inverse_sqrt')
 RULED = ('weight_decay', 'learning_rate')
 
 
 def make_schedule(optim, total_steps):
-    """Learning rate against the number of updates made, as an optax schedule.
+    """Learning rate against the number t of updates made, as an optax schedule.
 
-    `warmup_steps` rise linearly from 0 to `learning_rate`; then it stays (`constant`) or falls by
-    half a cosine to `final_learning_rate` at `total_steps` (`cosine`; Loshchilov and Hutter 2017).
+    `warmup_steps` rise linearly from 0 to `learning_rate`, whatever follows:
+
+    - constant: it stays.
+    - cosine: it falls by half a cosine to `final_learning_rate` at `total_steps` (Loshchilov and
+      Hutter 2017).
+    - linear: it falls in a straight line to `final_learning_rate` at `total_steps`.
+    - inverse_sqrt: learning_rate · √(warmup_steps / t). The paper's rate is d_model^-½ · min(t^-½,
+      t · warmup_steps^-3/2): the same curve with a peak of (d_model · warmup_steps)^-½ as
+      `learning_rate` (Vaswani et al. 2017, section 5.3).
     """
+    peak, warmup = optim.learning_rate, optim.warmup_steps
     if optim.schedule == 'constant':
-        if not optim.warmup_steps:  # optax would stay at the start of a rise of no length: at 0
-            return optax.constant_schedule(optim.learning_rate)
-        return optax.warmup_constant_schedule(0.0, optim.learning_rate, optim.warmup_steps)
+        if not warmup:  # optax would stay at the start of a rise of no length: at 0
+            return optax.constant_schedule(peak)
+        return optax.warmup_constant_schedule(0.0, peak, warmup)
+    if optim.schedule == 'inverse_sqrt':
+        return lambda t: peak * jnp.minimum(t / warmup, jnp.sqrt(warmup / jnp.maximum(t, 1)))
+    if optim.schedule == 'linear':
+        rise = optax.linear_schedule(0.0, peak, warmup)
+        fall = optax.linear_schedule(peak, optim.final_learning_rate, total_steps - warmup)
+        return optax.join_schedules([rise, fall], [warmup])
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=optim.learning_rate,
-        warmup_steps=optim.warmup_steps,
+        peak_value=peak,
+        warmup_steps=warmup,
         decay_steps=total_steps,
         end_value=optim.final_learning_rate,
     )
 
 
 def make_optimizer(optim, total_steps):
-    """AdamW (Loshchilov and Hutter 2019) behind clipping by the global norm.
+    """Adam, AdamW or SGD with momentum, behind clipping by the global norm.
 
-    update = -rate · (m̂ / (√v̂ + 1e-8) + weight_decay · parameter), where `optim.rules` may multiply
-    the rate and the decay of a parameter (see `rule_factor`). `clip_norm` of 0 switches clipping
-    off.
+    With g the clipped gradient, p the parameter and λ `weight_decay`:
+
+    - adamw: -rate · (m̂ / (√v̂ + 1e-8) + λ p), decay apart from the gradient (Loshchilov and Hutter
+      2019, algorithm 2).
+    - adam: -rate · m̂ / (√v̂ + 1e-8), where g + λ p takes the place of g: decay as an L2 penalty
+      (Kingma and Ba 2015; Loshchilov and Hutter 2019, algorithm 2).
+    - sgd: -rate · m with m ← b1 · m + g + λ p: momentum (Polyak 1964), not Nesterov's; no part for
+      b2 (Loshchilov and Hutter 2019, algorithm 1).
+
+    `optim.rules` may multiply the rate and the decay of a parameter (see `rule_factor`). A
+    `clip_norm` of 0 switches clipping off.
     """
 
     def decay(path, update, parameter):
@@ -47,10 +71,14 @@ def make_optimizer(optim, total_steps):
         return rule_factor(optim.rules, setting, parameter_name(path))
 
     by_path = jax.tree_util.tree_map_with_path
+    add_decay = optax.stateless(lambda updates, params: by_path(decay, updates, params))
+    if optim.name == 'sgd':
+        direction = optax.trace(decay=optim.b1)
+    else:
+        direction = optax.scale_by_adam(b1=optim.b1, b2=optim.b2)
     return optax.chain(
         optax.clip_by_global_norm(optim.clip_norm) if optim.clip_norm else optax.identity(),
-        optax.scale_by_adam(b1=optim.b1, b2=optim.b2),
-        optax.stateless(lambda updates, params: by_path(decay, updates, params)),
+        *((direction, add_decay) if optim.name == 'adamw' else (add_decay, direction)),
         optax.stateless(lambda updates, params: by_path(scale, updates)),
         optax.scale_by_learning_rate(make_schedule(optim, total_steps)),
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from minigpt_jax.model.transformer import MiniGPT
+from minigpt_jax.model.transformer import MiniGPT, unstack_layers
 from minigpt_jax.training.losses import next_token_loss
 from minigpt_jax.training.optim import make_optimizer, make_schedule, parameter_name
 
@@ -141,6 +141,9 @@ def loss_and_gradient(losses, params, batch, key, parts=1):
 
 def layer_norms(grads):
     """{'grad_norm/blocks.0': …}: the gradient's norm in each layer, and in each part outside."""
+    grads = nnx.to_pure_dict(grads)
+    if not isinstance(next(iter(grads['blocks'])), int):  # `scan_layers`
+        grads = unstack_layers(grads)
     groups = {}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         names = parameter_name(path).split('.')

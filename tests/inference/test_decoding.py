@@ -1,7 +1,6 @@
 """Cached sampling against the full forward pass, and the choice of the next token."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,8 @@ import pytest
 from flax import nnx
 
 from minigpt_jax.inference.decoding import continue_text, generate, next_token_logits
-from minigpt_jax.model.attention import ATTENTION_FORMS
 from minigpt_jax.model.positions import POSITIONS
-from minigpt_jax.model.transformer import NORM_PLACEMENTS, MiniGPT
+from minigpt_jax.model.transformer import MiniGPT
 from minigpt_jax.training.config import resolve
 from tests.conftest import tiny_config
 
@@ -20,18 +18,9 @@ V = 13
 
 
 @functools.cache
-def build(norm_placement='pre', positions='learned', form='fused', context_length=8):
-    config = resolve(
-        tiny_config(
-            **{
-                'model.norm_placement': norm_placement,
-                'model.positions': positions,
-                'model.attention_form': form,
-                'model.context_length': context_length,
-                'model.num_layers': 2,
-            }
-        )
-    )
+def build(**values):
+    values = {'num_layers': 2} | values
+    config = resolve(tiny_config(**{f'model.{name}': value for name, value in values.items()}))
     model, params = nnx.split(MiniGPT(config.model, V, rngs=nnx.Rngs(params=0)))
     # Wild instead of freshly initialised, so that greedy choices change from token to token.
     rng = np.random.default_rng(0)
@@ -69,11 +58,17 @@ def greedy(model, params, prompts, num_tokens, T, **settings):
     )
 
 
-@pytest.mark.parametrize(
-    'variant', list(itertools.product(NORM_PLACEMENTS, POSITIONS, ATTENTION_FORMS))
-)
+# That a cache changes no logits, for all placements and positions: tests/model/test_variants.py.
+VARIANTS = [
+    *({'positions': positions} for positions in POSITIONS),
+    {'norm_placement': 'post', 'attention_form': 'per_head', 'positions': 'alibi'},
+    {'qk_norm': True, 'scan_layers': True, 'positions': 'relative'},
+]
+
+
+@pytest.mark.parametrize('variant', VARIANTS, ids=str)
 def test_cached_greedy_decoding_equals_the_full_forward_pass(variant):
-    model, params = build(*variant)
+    model, params = build(**variant)
     seen = set()
     for prompt in ([3], [1, 5, 2, 7, 4], list(range(8)), list(range(12))):
         tokens = greedy(model, params, [prompt], 20, T=8)[0]
@@ -100,6 +95,15 @@ def test_cached_logits_equal_the_full_ones_at_every_position():
         x_BTD, caches = module.hidden(tokens_BT[:, t : t + 1], caches=caches, position=t)
         pieces.append(module.logits(x_BTD))
     np.testing.assert_allclose(np.concatenate(pieces, 1), full_BTV, atol=2e-6)
+
+
+def test_a_window_may_be_longer_than_in_training_where_positions_reach():
+    model, params = build(positions='rotary')
+    tokens = greedy(model, params, [[3, 1, 4]], 20, T=12)[0]
+    assert tokens.tolist() == naive_greedy(model, params, [3, 1, 4], 20, T=12)
+    assert tokens.tolist() != naive_greedy(model, params, [3, 1, 4], 20, T=8)
+    with pytest.raises(ValueError, match='learned positions end at context_length=8'):
+        greedy(*build(), [[3, 1, 4]], 4, T=12)
 
 
 def test_the_text_of_a_sample_does_not_depend_on_how_many_are_drawn():

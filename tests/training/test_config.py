@@ -65,7 +65,7 @@ def test_changing_a_copy_leaves_the_original_alone():
         ({'model.positions': None}, 'expected str, got NoneType'),
         (
             {'model.positions': 'sinusoid'},
-            'choose from learned, sinusoidal; did you mean sinusoidal',
+            'learned, sinusoidal, rotary, alibi, relative, none; did you mean sinusoidal',
         ),
         ({'model.dropout_rate': 1.0}, 'at least 0 and below 1'),
         ({'optim.learning_rate': float('nan')}, 'must be a finite number, 0 or more'),
@@ -94,6 +94,18 @@ def test_a_wrong_value_gets_one_line(values, line):
         ({'model.num_heads': 3}, 'does not divide model.d_model=16; head counts that do: 1, 2, 4'),
         ({'train.log_every': 3}, 'must be a multiple of train.steps_per_call=2, for example 4'),
         ({'train.steps': 13}, 'train.steps=13: must be a multiple'),
+        (
+            {'model.positions': 'rotary', 'model.num_heads': 16},
+            'd_head = 16/16 = 1 is odd; head counts that make it even: 1, 2, 4, 8',
+        ),
+        (
+            {'model.positions': 'rotary', 'model.d_model': 9, 'model.num_heads': 3},
+            'd_head = 9/3 = 3 is odd; take an even model.d_model',
+        ),
+        (
+            {'model.norm_placement': 'deepnorm', 'model.residual': False},
+            'weighs the residual connection, which model.residual=False takes away',
+        ),
         ({'optim.warmup_steps': 12}, 'optim.warmup_steps=12: must be below train.steps=12'),
         ({'data.vocab_size': 300}, 'leave it out, or set data.tokenizer=sentencepiece'),
         (

@@ -31,6 +31,11 @@ def step(config, corpus):
     return jax.jit(call).lower(state, jax.ShapeDtypeStruct(shape, np.int32)).as_text()
 
 
+def start(config, corpus):
+    state = steps.make_init(config, corpus.tokenizer.vocab_size)(config.seed)
+    return [x.tobytes() for x in jax.tree.leaves(state.params)]
+
+
 def first_batch(config, corpus):
     return training_batch(
         corpus.train_tokens,
@@ -94,6 +99,10 @@ CASES = {
     'model.num_layers': (2, step),
     'model.context_length': (12, step),
     'model.norm_placement': ('post', step),
+    'model.norm': ('rms', step),
+    'model.qk_norm': (True, step),
+    'model.residual': (False, step),
+    'model.scale_scores': (False, step),
     'model.positions': ('sinusoidal', step),
     'model.activation': ('relu', step),
     'model.attention_form': ('per_head', step),
@@ -101,6 +110,11 @@ CASES = {
     'model.dropout_rate': (0.5, step),
     'model.tie_embeddings': (False, step),
     'model.use_bias': (True, step),
+    'model.init': ('xavier', start),
+    'model.dtype': ('bfloat16', step),
+    'model.remat': (True, step),
+    'model.scan_layers': (True, step),
+    'optim.name': ('sgd', step),
     'optim.learning_rate': (0.5, learning_rates),
     'optim.schedule': ('constant', learning_rates),
     'optim.warmup_steps': (5, learning_rates),
@@ -195,7 +209,7 @@ def test_a_key_without_use_is_found_out_in_the_schedule(paths, monkeypatch):
 
 def test_a_key_without_use_is_found_out_in_the_model(paths, monkeypatch):
     only = positions.LearnedPositions
-    monkeypatch.setitem(positions.POSITIONS, 'sinusoidal', only)
+    monkeypatch.setitem(positions.EMBEDDING_POSITIONS, 'sinusoidal', only)
     assert not shows('model.positions', paths)
 
 

@@ -180,27 +180,6 @@ def test_evaluation_counts_every_unmasked_token_once():
 # The optimizer.
 
 
-def test_learning_rate_rises_linearly_and_falls_by_half_a_cosine():
-    config = resolve(
-        tiny_config(
-            **{
-                'optim.learning_rate': 1.0,
-                'optim.warmup_steps': 4,
-                'train.steps': 24,
-                'optim.final_learning_rate': 0.1,
-            }
-        )
-    )
-    schedule = optim.make_schedule(config.optim, 24)
-    expected = [0, 0.25, 0.5, 0.75] + [
-        0.1 + 0.9 * (1 + np.cos(np.pi * t / 20)) / 2 for t in range(21)
-    ]
-    np.testing.assert_allclose([schedule(t) for t in range(25)], expected, atol=1e-6)
-    config.optim.schedule = 'constant'
-    schedule = optim.make_schedule(config.optim, 24)
-    np.testing.assert_allclose([schedule(t) for t in (0, 2, 4, 20)], [0, 0.5, 1, 1], atol=1e-6)
-
-
 def moved_by(rules, **values):
     """How far an update with gradients of zero and parameters of one moves each parameter."""
     config, _, init = setting(
@@ -231,7 +210,7 @@ def test_weight_decay_spares_biases_and_scales_by_the_rule_of_the_recipes():
 
 
 def test_rules_match_whole_paths_and_the_last_one_counts():
-    """`attention` also begins `attention_norm`, and `out` ends several layers."""
+    """`attention` also begins `attention_residual`, and `out` ends several layers."""
     moved = moved_by(
         (
             (r'blocks\.0\.attention\..*', 'weight_decay', 2.0),
@@ -242,10 +221,10 @@ def test_rules_match_whole_paths_and_the_last_one_counts():
     assert moved['blocks.0.attention.qkv.kernel'] == 0.1
     assert moved['blocks.0.attention.qkv.bias'] == 0.1
     assert moved['blocks.0.attention.out.kernel'] == 0.025  # the later of two rules
-    assert moved['blocks.0.attention_norm.scale'] == 0.05  # no rule
+    assert moved['blocks.0.attention_residual.norm.scale'] == 0.05  # no rule
     assert moved['blocks.0.feed_forward.hidden.kernel'] == 0.005
     assert moved['blocks.0.feed_forward.out.kernel'] == 0.0025  # two settings, both count
-    assert moved['blocks.0.feed_forward_norm.scale'] == 0.05
+    assert moved['blocks.0.feed_forward_residual.norm.scale'] == 0.05
 
 
 def test_a_rule_that_matches_nothing_is_named():
@@ -253,27 +232,6 @@ def test_a_rule_that_matches_nothing_is_named():
     assert optim.check_rules_match((('.*kernel', 'weight_decay', 0.0),), names) is None
     complaint = optim.check_rules_match((('attention', 'weight_decay', 0.0),), names)
     assert "'attention' matches no parameter as a whole" in complaint
-
-
-def test_the_optimizer_is_adamw():
-    """Against optax's own, three steps on a vector."""
-    config = resolve(tiny_config(**{'optim.rules': (), 'optim.clip_norm': 0.0})).optim
-    ours = optim.make_optimizer(config, 12)
-    theirs = optax.adamw(
-        optim.make_schedule(config, 12), b1=config.b1, b2=config.b2,
-        weight_decay=config.weight_decay,
-    )  # fmt: skip
-    results = []
-    for optimizer in (ours, theirs):
-        params = {'kernel': jnp.array([1.0, -2.0, 3.0])}
-        state = optimizer.init(params)
-        for step in range(3):
-            grads = {'kernel': jnp.array([0.3, -0.1, 0.02]) * (step + 1)}
-            updates, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        results.append(params['kernel'])
-    np.testing.assert_allclose(*results, rtol=1e-6)
-    assert abs(results[0][0] - 1) > 1e-4
 
 
 # A batch in parts.
@@ -327,6 +285,53 @@ def test_gradient_norms_of_layers_add_up_to_the_global_one():
     np.testing.assert_allclose(total, metrics['grad_norm'], rtol=1e-5)
 
 
+PARTS = dict(
+    model__num_layers=2,
+    model__positions='rotary',
+    model__norm='rms',
+    model__qk_norm=True,
+    model__activation='swiglu',
+    model__dropout_rate=0.2,
+    train__log_layer_norms=True,
+)
+FORMS = [dict(model__scan_layers=True), dict(model__scan_layers=True, model__remat=True)]
+
+
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_scanned_layers_train_and_log_the_same(form):
+    """From the same seed, dropout and the norms of single layers included."""
+    tokens_KBT1 = batches(4)
+    state, metrics = train_call(**PARTS)(setting(**PARTS)[2](0), tokens_KBT1)
+    other, other_metrics = train_call(**PARTS, **form)(setting(**PARTS, **form)[2](0), tokens_KBT1)
+    assert metrics.keys() == other_metrics.keys() >= {'grad_norm/blocks.0', 'grad_norm/blocks.1'}
+    for name, values in metrics.items():
+        np.testing.assert_allclose(other_metrics[name], values, rtol=2e-4, err_msg=name)
+    sizes = [len(jax.tree.leaves(s.params)) for s in (state, other)]
+    assert sizes[0] > 1.5 * sizes[1]
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('mode', ['map', 'vmap'])
+def test_all_parts_at_once_on_eight_devices_and_over_seeds(mode, dtype):
+    values = PARTS | FORMS[1] | dict(model__dtype=dtype)
+    config, model, init = setting(**values)
+    mesh = sharding.make_mesh(resolve(tiny_config(**{'mesh.data': 8})).mesh)
+    everywhere, rows = sharding.replicated(mesh), sharding.batch_sharding(mesh, 2)
+    call = jax.jit(
+        steps.make_train_call(config, model, mode),
+        in_shardings=(everywhere, rows),
+        out_shardings=everywhere,
+    )
+    seeds, tokens_EKBT1 = (0, 5), np.stack([batches(3, seed) for seed in (0, 5)])
+    states = jax.device_put(stacked(init, seeds), everywhere)
+    after, metrics = call(states, jax.device_put(tokens_EKBT1, rows))
+    np.testing.assert_array_equal(after.step, [3, 3])
+    for e, seed in enumerate(seeds):
+        _, own = train_call(**values)(init(seed), tokens_EKBT1[e])
+        rtol = 1e-4 if dtype == 'float32' else 1e-2
+        np.testing.assert_allclose(metrics['train_loss'][e], own['train_loss'], rtol=rtol)
+
+
 def test_gradients_are_clipped_to_the_norm():
     init = setting()[2]
     params = init(0).params
@@ -341,9 +346,3 @@ def test_gradients_are_clipped_to_the_norm():
     norm = optax.tree.norm(grads)
     np.testing.assert_allclose(first_moment(0.5), 0.1 * 0.5, rtol=1e-5)
     np.testing.assert_allclose(first_moment(0.0), 0.1 * norm, rtol=1e-5)
-
-
-def test_a_constant_rate_without_warm_up_begins_at_its_peak():
-    config = resolve(tiny_config(**{'optim.schedule': 'constant', 'optim.warmup_steps': 0})).optim
-    schedule = optim.make_schedule(config, 12)
-    np.testing.assert_allclose([schedule(t) for t in (0, 1, 11)], config.learning_rate)
