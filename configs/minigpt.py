@@ -26,9 +26,11 @@ What the parts of the model can be, and where each comes from. (*) marks what th
     model.activation      gelu *        Hendrycks and Gimpel 2016, the tanh form; GPT-2
                           relu          Vaswani et al. 2017, section 3.3
                           swiglu        Shazeer 2020; both hidden widths are d_ff
+    model.attention       auto *, plain the implementation of dot products
     model.attention_form  fused *       one projection, one batched product
                           per_head      Vaswani et al. 2017, section 3.2.2, as in a textbook
     model.tie_embeddings  True *, False Press and Wolf 2017
+    model.use_bias        False *, True of dense layers and LayerNorm; none as in nanoGPT
     model.init            gpt2 *        N(0, 0.02²), outputs of branches / √(2 · layers): GPT-2
                           xavier        Glorot and Bengio 2010, uniform
                           torch         U(±1/√fan_in), biases too: PyTorch's nn.Linear
@@ -38,6 +40,10 @@ What the parts of the model can be, and where each comes from. (*) marks what th
     model.dropout_rate                  Srivastava et al. 2014
     model.remat           False *, True Chen et al. 2016
     model.scan_layers     False *, True the layers as one loop, the same numbers
+    data.tokenizer        char *        an id for each character of the training split
+                          byte          an id for each byte of UTF-8
+                          sentencepiece Sennrich et al. 2016; Kudo and Richardson 2018
+    data.corpus           python_docs *, text, tfds:NAME of the TFDS catalogue
     optim.name            adamw *       Loshchilov and Hutter 2019
                           adam          Kingma and Ba 2015; decay as an L2 penalty
                           sgd           Polyak 1964 (momentum b1); decay as an L2 penalty
@@ -71,7 +77,7 @@ def get_config(variant=''):
     c.model.d_model = 128  # width of the residual stream
     c.model.num_heads = 4  # must divide d_model
     c.model.d_ff = placeholder(int)  # feed-forward hidden width; None: 4 · d_model
-    c.model.num_layers = 4
+    c.model.num_layers = 4  # blocks
     c.model.context_length = 64  # tokens
     c.model.norm_placement = 'pre'  # pre, post, sandwich, deepnorm, none
     c.model.norm = 'layer'  # layer, rms; of all norms that there are
@@ -82,7 +88,7 @@ def get_config(variant=''):
     c.model.activation = 'gelu'  # gelu, relu, swiglu
     c.model.attention_form = 'fused'  # fused, per_head: the same function, fast or as in a textbook
     c.model.attention = 'auto'  # implementation of dot-product attention
-    c.model.dropout_rate = 0.0
+    c.model.dropout_rate = 0.0  # of attention weights, branch outputs and embeddings
     c.model.tie_embeddings = True  # the output layer is the embedding table
     c.model.use_bias = False  # biases of dense layers and norms
     c.model.init = 'gpt2'  # gpt2, xavier, torch: how dense layers start
@@ -94,7 +100,7 @@ def get_config(variant=''):
     c.optim.name = 'adamw'  # adamw, adam, sgd
     c.optim.learning_rate = 2e-3  # peak, reached at the end of the warm-up
     c.optim.schedule = 'cosine'  # cosine, linear, constant, inverse_sqrt
-    c.optim.warmup_steps = 100
+    c.optim.warmup_steps = 100  # steps from a rate of 0 to the peak
     c.optim.final_learning_rate = 2e-4  # at the end; cosine and linear
     c.optim.b1 = 0.9  # sgd: momentum
     c.optim.b2 = 0.99  # adamw, adam
@@ -104,7 +110,7 @@ def get_config(variant=''):
     c.optim.rules = (('.*(bias|scale)', 'weight_decay', 0.0),)
 
     c.train = ConfigDict()
-    c.train.steps = 2000
+    c.train.steps = 2000  # optimizer updates
     c.train.steps_per_call = 20  # steps in one dispatch; all intervals are multiples of it
     c.train.seeds = 'auto'  # auto, separate, map, vmap: how the seeds of a point train together
     c.train.accumulation_steps = 1  # parts of a batch, one after the other, to save memory

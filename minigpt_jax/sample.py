@@ -47,11 +47,11 @@ def main():
         num_samples=_NUM_SAMPLES.value,
     )
     print(f'\n{"-" * 80}\n'.join(texts))
-    if length + _NUM_TOKENS.value > context:
+    if length + _NUM_TOKENS.value - 1 > context:  # nothing is drawn given the last token
         print(
             f'({length} + {_NUM_TOKENS.value} tokens are more than the context of {context}: the '
-            f'window slid, so that each token saw between {max(1, context // 2)} and {context} '
-            'tokens before it)'
+            f'window slid; once it was full, each token saw {min(context, context // 2 + 1)} to '
+            f'{context} tokens before it)'
         )
     return 0
 

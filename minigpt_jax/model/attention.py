@@ -76,7 +76,7 @@ def dot_product_attention(
     scores_BHTS = product('BTHK,BSHK->BHTS', scaled_q_BTHK, k_BSHK, k_BSHK.dtype)
     if bias is not None:
         scores_BHTS += bias
-        finite = bias > -jnp.inf  # what a bias of -inf rules out is masked
+        finite = bias != -jnp.inf  # what a bias of -inf rules out is masked
         mask = finite if mask is None else mask & finite
     allowed = _may_attend(scores_BHTS.shape, causal, q_offset, kv_lengths_B, segment_ids, mask)
     if allowed is not None:

@@ -108,7 +108,7 @@ class Residual(nnx.Module):
     subclass and a line in `NORM_PLACEMENTS`.
     """
 
-    leaves_normalised = True  # False: the last block's output needs a norm before the logits
+    needs_final_norm = False  # of the last block's output, before the logits
 
     def __init__(self, config, *, rngs):
         del rngs
@@ -127,7 +127,7 @@ class Residual(nnx.Module):
 class PreNorm(Residual):
     """x + branch(norm(x)): the stream is never normalised. Xiong et al. 2020; GPT-2."""
 
-    leaves_normalised = False
+    needs_final_norm = True
 
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
@@ -156,7 +156,7 @@ class SandwichNorm(Residual):
     Source: Ding et al. 2021 (CogView), section 2.4, "Sandwich-LN".
     """
 
-    leaves_normalised = False
+    needs_final_norm = True
 
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)

@@ -115,7 +115,7 @@ class MiniGPT(nnx.Module):
             self.blocks = nnx.merge(*jax.vmap(lambda key: nnx.split(make_block(key)))(keys_N))
         else:
             self.blocks = nnx.List([make_block(key) for key in keys_N])
-        needs_norm = not NORM_PLACEMENTS[config.norm_placement].leaves_normalised
+        needs_norm = NORM_PLACEMENTS[config.norm_placement].needs_final_norm
         self.final_norm = make_norm(config, config.d_model, rngs=rngs) if needs_norm else None
         self.unembed = (
             None if config.tie_embeddings else dense(config, config.d_model, vocab_size, rngs=rngs)

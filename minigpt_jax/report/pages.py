@@ -80,6 +80,11 @@ def conclusion(sweep: Sweep) -> str:
     if best is None:
         counts = _status_counts(sweep)
         return f'No run has ended well, so there is no answer ({counts or "nothing finished"}).'
+    if _tokens_differ(sweep) and sweep.metric == 'val_loss':
+        return (
+            'The points differ in tokens, so their losses per token do not compare, and none has '
+            'bits per byte: nothing is ranked.'
+        )
     metric = METRICS[sweep.metric]
     mean, half_width = statistics.mean_interval(by_seed[best].values())
     value = tables.with_interval(mean, half_width, tables.loss_decimals(sweep.points, sweep.metric))
@@ -193,8 +198,14 @@ def _caveats(sweep: Sweep) -> str:
         )
     if any(_is_axis(sweep, key) for key in ('data.corpus', 'data.path')):
         notes.append('The points read different texts: losses compare the texts, not only models.')
-    if sweep.metric == 'val_loss' and any(_is_axis(sweep, key) for key in TOKEN_KEYS):
+    if _tokens_differ(sweep) and sweep.metric == 'val_loss':
         notes.append('The points differ in tokens, so their losses per token do not compare.')
+    elif _tokens_differ(sweep) and (unmeasured := _without(sweep, sweep.metric)):
+        titles = '; '.join(literal(_title(sweep, name)) for name in unmeasured)
+        notes.append(
+            f'The validation text has symbols unknown to the tokenizer of {titles}: without bits '
+            'per byte, left out of every comparison.'
+        )
     if not _is_axis(sweep, 'optim.learning_rate') and len(sweep.points) > 1:
         rate = _config(sweep, 'optim.learning_rate')
         notes.append(
@@ -202,6 +213,15 @@ def _caveats(sweep: Sweep) -> str:
             'is a choice: the order may change when each gets its own best rate.'
         )
     return '\n'.join(f'- {note}' for note in notes)
+
+
+def _tokens_differ(sweep: Sweep) -> bool:
+    return len(sweep.points) > 1 and any(_is_axis(sweep, key) for key in TOKEN_KEYS)
+
+
+def _without(sweep: Sweep, column: str) -> list[str]:
+    """Points with runs that ended well, none of which has the column."""
+    return [p.name for p in sweep.points if p.by_seed('val_loss') and not p.by_seed(column)]
 
 
 def _are(count: int) -> str:

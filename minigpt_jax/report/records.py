@@ -31,7 +31,8 @@ class Sweep:
     def metric(self) -> str:
         """What is compared: losses per token, or bits per byte where the tokenizers differ."""
         ok = [row for row in self.rows if row.get('status') == 'ok']
-        measured = ok and all(tables.is_finite(row.get('bits_per_byte')) for row in ok)
+        # Where a text had symbols unknown to one tokenizer, its points have no bits per byte.
+        measured = any(tables.is_finite(row.get('bits_per_byte')) for row in ok)
         other_tokens = any(key in axis for axis in self.axes for key in TOKEN_KEYS)
         return 'bits_per_byte' if measured and other_tokens else 'val_loss'
 

@@ -183,12 +183,14 @@ def load_run(workdir):
 def restore_newest(all_checkpoints, abstract_state):
     """(step, [state of each]) at the newest step that all of these runs can be read at.
 
-    An unreadable checkpoint is named and skipped. (0, None) where the runs have none at all.
+    An unreadable checkpoint is named and skipped. (0, None) where they have none in common.
 
     Raises:
       DamagedError: if there are checkpoints but none can be read.
     """
     common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
+    if not common and any(c.steps() for c in all_checkpoints):
+        print('seeds without a checkpoint in common: they start again', file=sys.stderr, flush=True)
     error = None
     for step in sorted(common, reverse=True):
         try:

@@ -371,7 +371,7 @@ def read_json(path, key):
       DamagedError: naming the file.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding='utf-8'))
     except ValueError as error:
         raise DamagedError(
             f'{path}: damaged ({error}); restore it or take a fresh workdir'

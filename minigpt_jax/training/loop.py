@@ -16,7 +16,7 @@ from minigpt_jax.inference.decoding import continue_text
 from minigpt_jax.model.transformer import flops_per_token
 from minigpt_jax.report.writers import Progress, RunWriter, read_lines
 from minigpt_jax.training import checkpoint, sharding, steps
-from minigpt_jax.training.config import ConfigError, RunError, write_json
+from minigpt_jax.training.config import ConfigError, DamagedError, write_json
 from minigpt_jax.training.optim import parameter_name
 
 SAMPLE_TEMPERATURE = 0.8
@@ -296,7 +296,7 @@ def write_sample(program, params, run_dir):
         num_tokens=config.eval.sample_tokens,
         temperature=SAMPLE_TEMPERATURE,
     )[0]
-    (run_dir / 'samples.txt').write_text(text + '\n')
+    (run_dir / 'samples.txt').write_text(text + '\n', encoding='utf-8')
 
 
 def sample_prompt(config, corpus):
@@ -326,7 +326,7 @@ def _final_metrics(run_dir):
     for line in read_lines(path):
         found |= {key: line[key] for key in ('train_loss', 'val_loss') if key in line}
     if len(found) < 2:
-        raise RunError(f'{path}: its lines are gone; remove {run_dir} to train this run again')
+        raise DamagedError(f'{path}: its lines are gone; remove {run_dir} to train this run again')
     return found
 
 

@@ -10,8 +10,8 @@ import filelock
 import jax
 from ml_collections import ConfigDict
 
+from minigpt_jax.data import DataError
 from minigpt_jax.data.batches import check_length, load_tokenized
-from minigpt_jax.data.corpora import DataError
 from minigpt_jax.report.tables import parameter_table
 from minigpt_jax.training import sharding, steps
 from minigpt_jax.training.config import (
@@ -172,6 +172,7 @@ def run(config, workdir, only_point=None, profile=None):
     loaded = {}  # points mostly share a corpus
     prepared = [_prepare(point, loaded) for point in points]
     points, corpora = [point for point, _ in prepared], [corpus for _, corpus in prepared]
+    _check_rules(points, corpora)
     _print_parameters(points, corpora)
     for point, corpus in zip(points, corpora, strict=True):
         for seed in point.seeds if corpus else ():
@@ -241,11 +242,6 @@ def _prepare(point, loaded):
         check_length(corpus.train_tokens, length, 'training')
         check_length(corpus.validation_tokens, length, 'validation')
         sample_prompt(point.config, corpus)
-        # A rule about biases or norms may stay where a model has none, but not a mistyped one.
-        full = with_values(point.config, {'model.use_bias': True, 'model.norm_placement': 'pre'})
-        names = _parameters(point.config, corpus) | _parameters(full, corpus)
-        if complaint := check_rules_match(point.config.optim.rules, list(names)):
-            raise ConfigError(f'optim.rules: {complaint}')
         mesh = sharding.make_mesh(point.config.mesh)
         parts = point.config.train.accumulation_steps
         sharding.check_batch_size('data.batch_size', point.config.data.batch_size, mesh, parts)
@@ -253,10 +249,27 @@ def _prepare(point, loaded):
         return point, corpus
     except (ConfigError, DataError) as error:
         # Where no axis can be the cause, every point has this fault: say so before any training.
-        causes = ('data.', 'eval.', 'model.context', 'optim.rules', 'train.accumulation')
+        causes = ('data.', 'eval.', 'model.context', 'train.accumulation')
         if not any(key.startswith(causes) for key in point.values):
             raise
         return dataclasses.replace(point, config=None, error=str(error)), None
+
+
+def _check_rules(points, corpora):
+    """Refuses a rule that matches a parameter of no point.
+
+    One about biases or norms may stay where no point has any: the recipes have such a rule.
+    """
+    names = {}
+    for point, corpus in zip(points, corpora, strict=True):
+        if corpus is not None:
+            full = {'model.use_bias': True, 'model.norm_placement': 'pre'}
+            names |= _parameters(point.config, corpus)
+            names |= _parameters(with_values(point.config, full), corpus)
+    for point in points if names else ():
+        rules = point.config.optim.rules if point.config else ()
+        if complaint := check_rules_match(rules, list(names)):
+            raise ConfigError(f'optim.rules: {complaint}')
 
 
 def _parameters(config, corpus):

@@ -225,8 +225,16 @@ def test_tokenizers_are_compared_by_bits_per_byte(make_sweep):
     }
     text, _, _ = build(make_sweep(axes=(axis,), changes=bits))
     assert 'tokenizer = byte has the lowest validation bits per byte (2.0' in text
-    bits[0, 0]['bits_per_byte'] = None
-    _, page, _ = build(make_sweep('unknown', axes=(axis,), changes=bits))
+    for seed in range(3):
+        bits[0, seed]['bits_per_byte'] = None
+    text, page, _ = build(make_sweep('unknown', axes=(axis,), changes=bits))
+    assert 'tokenizer = byte is 2.0' in text
+    assert 'unknown to the tokenizer of tokenizer = char' in page
+    for seed in range(3):
+        bits[1, seed]['bits_per_byte'] = None
+    text, page, _ = build(make_sweep('all unknown', axes=(axis,), changes=bits))
+    assert 'nothing is ranked' in text
+    assert 'lowest' not in text
     assert 'their losses per token do not compare' in page
 
 

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from minigpt_jax.data import batches, corpora
-from minigpt_jax.data.batches import load_tokenized, training_batch
+from minigpt_jax.data import corpora
+from minigpt_jax.data.batches import load_tokenized
 from minigpt_jax.model import positions
-from minigpt_jax.training import loop, optim, sharding, steps, sweep
+from minigpt_jax.report.writers import read_lines
+from minigpt_jax.training import loop, optim, steps, sweep
 from minigpt_jax.training.config import KEYS, flatten, resolve, with_values
 from tests.conftest import tiny_config
 
@@ -36,14 +37,16 @@ def start(config, corpus):
     return [x.tobytes() for x in jax.tree.leaves(state.params)]
 
 
+def uncompiled(config, corpus, num_seeds=1):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Program, '_compile', lambda self: None)
+        return loop.Program(config, corpus, num_seeds)
+
+
 def first_batch(config, corpus):
-    return training_batch(
-        corpus.train_tokens,
-        context_length=config.model.context_length,
-        batch_size=config.data.batch_size,
-        seed=config.seed,
-        step=0,
-    ).tobytes()
+    seeds = sweep.expand(config)[0].seeds
+    batch = next(iter(loop._batches(uncompiled(config, corpus), seeds, 0)))
+    return batch.shape, batch.tobytes()
 
 
 def learning_rates(config, corpus):
@@ -52,11 +55,7 @@ def learning_rates(config, corpus):
 
 
 def validation(config, corpus):
-    return batches.validation_batches(
-        corpus.validation_tokens,
-        context_length=config.model.context_length,
-        batch_size=config.eval.batch_size,
-    )[0].shape
+    return uncompiled(config, corpus).validation[0].shape
 
 
 def text(config, corpus):
@@ -68,7 +67,7 @@ def prompt(config, corpus):
 
 
 def mesh(config, corpus):
-    return sharding.make_mesh(config.mesh).shape
+    return uncompiled(config, corpus).mesh.shape
 
 
 def points(config, corpus):
@@ -76,7 +75,7 @@ def points(config, corpus):
 
 
 def seeds(config, corpus):
-    return loop.seed_mode(config)
+    return uncompiled(config, corpus, num_seeds=2).mode
 
 
 def files(config, corpus):
@@ -124,8 +123,8 @@ CASES = {
     'optim.weight_decay': (0.5, step),
     'optim.clip_norm': (0.5, step),
     'optim.rules': ((), step),
-    'train.steps': (16, learning_rates),
-    'train.steps_per_call': (1, step),
+    'train.steps': (16, files),
+    'train.steps_per_call': (1, first_batch),
     'train.accumulation_steps': (2, step),
     'train.seeds': ('vmap', seeds),
     'train.log_every': (4, files),
@@ -176,6 +175,7 @@ def test_a_second_value_shows(key, paths):
 
 
 FILES = {
+    'train.steps': lambda run: read_lines(run / 'metrics.jsonl')[-1]['step'],
     'train.log_every': lambda run: (run / 'metrics.jsonl').read_text().count('train_loss'),
     'eval.every': lambda run: (run / 'metrics.jsonl').read_text().count('val_loss'),
     'train.checkpoint_every': lambda run: sorted(p.name for p in (run / 'checkpoints').iterdir()),

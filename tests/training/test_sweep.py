@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from minigpt_jax.data import corpora
-from minigpt_jax.report.writers import read_lines
+from minigpt_jax.data.batches import load_tokenized
+from minigpt_jax.model.positions import POSITIONS
+from minigpt_jax.report.writers import DamagedLineError, read_lines
 from minigpt_jax.training import loop, steps, sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
 from minigpt_jax.training.config import ConfigError, read_config
@@ -196,6 +198,53 @@ def test_mapped_seeds_leave_the_bits_of_separate_runs(finished, tmp_path):
     for seed in (0, 1, 2):
         name = f'points/num_heads-2/seed-{seed}'
         assert bits(workdir / name) == bits(tmp_path / name)
+
+
+def test_seeds_at_once_are_close_to_mapped_ones_and_resume_to_their_own_bits(
+    finished, tmp_path, monkeypatch
+):
+    """What `auto` means on an accelerator, from the first step to the samples."""
+    workdir, config = finished
+    config = config.copy_and_resolve_references()
+    config.train.seeds = 'vmap'
+    config.sweep = (('model.num_heads', (2,)), ('seed', (0, 1, 2)))
+    assert sweep.run(config, tmp_path / 'undisturbed') == 0
+    with monkeypatch.context() as patch:
+        kill_before_save(patch, 5)
+        with pytest.raises(Killed):
+            sweep.run(config, tmp_path / 'killed')
+    assert sweep.run(config, tmp_path / 'killed') == 0
+    for seed in (0, 1, 2):
+        name = f'points/num_heads-2/seed-{seed}'
+        assert bits(tmp_path / 'killed' / name) == bits(tmp_path / 'undisturbed' / name)
+        mapped, vmapped = (
+            [line['train_loss'] for line in read_lines(root / name / 'metrics.jsonl')]
+            for root in (workdir, tmp_path / 'undisturbed')
+        )
+        np.testing.assert_allclose(mapped, vmapped, rtol=1e-3)
+    programs = [
+        loop.Program(sweep.expand(c)[0].config, load_tokenized(c.data), 3).train_call.as_text()
+        for c in (config, finished[1])
+    ]
+    assert programs[0] != programs[1]
+
+
+def test_a_sweep_over_all_positions_reports_them_and_their_sizes(text_file, tmp_path):
+    axes = (('model.positions', POSITIONS),)
+    config = tiny_config(text_file, sweep=axes, **{'train.steps': 4, 'optim.rules': RULES})
+    assert sweep.run(config, tmp_path) == 0
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert [row['positions'] for row in rows] == list(POSITIONS)
+    assert len(rows) == 6
+    assert len({row['num_params'] for row in rows}) == 3  # a table of each position, of distances
+    report = (tmp_path / 'report.md').read_text()
+    assert 'The points differ in size' in report
+    for name in POSITIONS:
+        assert f'| {name}' in report
+
+
+# One that the points with a table of positions have, and only they.
+RULES = ((r'positions\.table', 'learning_rate', 0.5), ('.*scale', 'weight_decay', 0.0))
 
 
 def test_a_finished_sweep_is_not_trained_again_but_its_report_is_rebuilt(finished, monkeypatch):
@@ -435,12 +484,14 @@ def test_lines_that_are_damaged_or_gone_are_named(finished, tmp_path):
         shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
         (run_dir / 'summary.json').unlink()
         (run_dir / 'metrics.jsonl').write_text(lines)
-        try:
+        if 'damaged' in complaint:  # before anything is trained
+            with pytest.raises(DamagedLineError, match=complaint):
+                sweep.run(config, tmp_path)
+        else:
             assert sweep.run(config, tmp_path) == 1
-            message = (tmp_path / 'results.csv').read_text()
-        except ValueError as error:
-            message = str(error)
-        assert complaint in message
+            (row,) = csv.DictReader((tmp_path / 'results.csv').open())
+            assert row['status'] == 'failed'
+            assert complaint in row['error']
 
 
 def test_a_rule_may_name_what_only_some_points_have_but_must_name_something(text_file, tmp_path):
