@@ -9,7 +9,7 @@ import sys
 import jax
 from absl import app, flags, logging
 
-from minigpt_jax.training.config import KEYS, unknown_key
+from minigpt_jax.training.config import KEYS, is_utf8, unknown_key
 
 
 def run_command(main):
@@ -24,7 +24,8 @@ def run_command(main):
         try:
             rest = flags.FLAGS(argv)
             if not flags.FLAGS['verbosity'].present:
-                logging.set_verbosity(logging.WARNING)  # Orbax tells of every save
+                # Orbax logs every save, and in tracebacks what is raised and told here anyway.
+                logging.set_verbosity(logging.FATAL)
             if 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
                 flags.FLAGS['config'].value.keys()  # a missing file is reported on first use
             if len(rest) > 1:
@@ -49,6 +50,15 @@ def run_command(main):
             sys.exit(130)
 
     app.run(guarded, flags_parser=parse)
+
+
+def directory(flag, value):
+    """The path in the value of `--flag`; ends the command if there is none."""
+    if not value.strip():
+        fail(f'--{flag} is empty: give a directory')
+    if not is_utf8(value):
+        fail(f'--{flag}={value!r}: not UTF-8; rename it')
+    return pathlib.Path(value)
 
 
 def fail(message):

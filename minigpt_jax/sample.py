@@ -4,7 +4,6 @@ python -m minigpt_jax.sample --workdir=runs/minigpt --prompt='The '
 """
 
 import math
-import pathlib
 
 from absl import flags
 
@@ -17,20 +16,26 @@ _PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue.', required=True
 _NUM_TOKENS = flags.DEFINE_integer(
     'num_tokens', 300, 'Tokens to generate.', lower_bound=1, upper_bound=10**6
 )
-_TEMPERATURE = flags.DEFINE_float('temperature', 0.8, '0: greedy; 1: as trained.', lower_bound=0)
-_TOP_K = flags.DEFINE_integer('top_k', 0, 'Draw from the k likeliest; 0: all.', lower_bound=0)
+_TEMPERATURE = flags.DEFINE_float(
+    'temperature', 0.8, '0: greedy; 1: as trained.', lower_bound=0, upper_bound=1000
+)
+_TOP_K = flags.DEFINE_integer(
+    'top_k', 0, 'Draw from the k likeliest; 0: all.', lower_bound=0, upper_bound=2**31 - 1
+)
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, 'Draw from the likeliest that sum to p.', lower_bound=0, upper_bound=1
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the draw.', lower_bound=0, upper_bound=2**31 - 1)
 for _name in ('temperature', 'top_p'):  # a bound lets NaN pass
     flags.register_validator(_name, math.isfinite, f'--{_name} must be a finite number')
-_NUM_SAMPLES = flags.DEFINE_integer('num_samples', 1, 'Continuations.', lower_bound=1)
+_NUM_SAMPLES = flags.DEFINE_integer(
+    'num_samples', 1, 'Continuations.', lower_bound=1, upper_bound=10**4
+)
 
 
 def main():
     cli.use_compilation_cache()
-    run = load_run(pathlib.Path(_WORKDIR.value))
+    run = load_run(cli.directory('workdir', _WORKDIR.value))
     context = run.config.model.context_length
     length = len(run.tokenizer.encode(_PROMPT.value))
     texts = continue_text(

@@ -39,9 +39,7 @@ def _profile():
 
 def _workdir():
     if _WORKDIR.value is not None:
-        if not _WORKDIR.value.strip():
-            cli.fail('--workdir is empty: give a directory')
-        return pathlib.Path(_WORKDIR.value)
+        return cli.directory('workdir', _WORKDIR.value)
     path, _, variant = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
     name = pathlib.Path(path).stem
     return pathlib.Path('runs') / (f'{name}-{variant}' if variant else name)

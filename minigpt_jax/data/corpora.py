@@ -301,7 +301,7 @@ def _text_paths(path: str | None) -> list[pathlib.Path]:
     found = {}  # a dictionary, since a file that is named twice is read once
     parts = [path] if os.path.exists(path) else filter(None, map(str.strip, path.split(',')))
     for part in parts:
-        here = pathlib.Path(part).expanduser()
+        here = pathlib.Path(os.path.expanduser(part))  # leaves a user that is unknown
         if here.is_dir():
             matches = sorted(here.rglob('*.txt'))
             if not matches:
@@ -314,6 +314,8 @@ def _text_paths(path: str | None) -> list[pathlib.Path]:
         if not matches:
             raise DataError(f'no such file: {here}{_suggestion(here)}')
         found |= dict.fromkeys(matches)
+    if not found:
+        raise DataError(f'data.path={path!r} names no file: pass --config.data.path=FILE')
     return list(found)
 
 
@@ -449,7 +451,8 @@ class _Documents(Sequence):
 
 def _data_dir() -> pathlib.Path:
     # Read each time: TFDS itself looks at the variable only when it is imported.
-    return pathlib.Path(os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets').expanduser()
+    root = os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
+    return pathlib.Path(os.path.expanduser(root))
 
 
 def _prepared(

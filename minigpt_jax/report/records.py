@@ -85,7 +85,9 @@ def _read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
             record = json.loads(line)
         except ValueError:  # the last line of a killed run
             continue
+        if not (isinstance(record, dict) and tables.is_finite(record.get('step'))):
+            continue
         for key, curve in curves.items():
-            if record.get(key) is not None:
+            if tables.is_finite(record.get(key)):
                 curve.append((record['step'], record[key]))
     return curves

@@ -144,7 +144,16 @@ class Run(NamedTuple):
 
 def write_tokenizer(run_dir, tokenizer):
     """Writes `tokenizer.json`; a run is complete without its corpus."""
-    write_json(run_dir / 'tokenizer.json', tokenizer.to_dict())
+    write_json(run_dir / 'tokenizer.json', {'tokenizer': tokenizer.to_dict()})
+
+
+def _read_tokenizer(path):
+    described = read_json(path, 'tokenizer')
+    try:
+        return tokenizer_from_dict(described)
+    except Exception as error:  # whatever a library says of what it cannot read
+        reason = str(error).splitlines()[0]
+        raise DamagedError(f'{path}: damaged ({type(error).__name__}: {reason})') from error
 
 
 def load_run(workdir):
@@ -172,7 +181,7 @@ def load_run(workdir):
     checkpoints = Checkpoints(workdir)
     if not tokenizer_file.exists() or not checkpoints.steps():
         raise RunError(f'{workdir}: no checkpoint yet; train it first, with the same --workdir')
-    tokenizer = tokenizer_from_dict(read_json(tokenizer_file, 'kind'))
+    tokenizer = _read_tokenizer(tokenizer_file)
     state = jax.eval_shape(steps.make_init(config, tokenizer.vocab_size), 0)
     step, state = restore_newest([checkpoints], state)
     checkpoints.close()

@@ -51,12 +51,15 @@ def _one_of(choices):
 
 
 _FLOAT32_MAX = 3.4e38  # parameters and losses are float32
+_INT32_MAX = 2**31 - 1
 
 
 def _number(test, what):
     def check(value):
         if not abs(value) <= _FLOAT32_MAX:  # NaN too
             return f'must be a finite number, {what}'
+        if type(value) is int and value > _INT32_MAX:
+            return f'must be at most {_INT32_MAX}'
         return None if test(value) else f'must be {what}'
 
     return check
@@ -75,7 +78,7 @@ _positive = _number(lambda x: x > 0, 'above 0')
 _not_negative = _number(lambda x: x >= 0, '0 or more')
 _below_one = _number(lambda x: 0 <= x < 1, 'at least 0 and below 1')
 _fraction = _number(lambda x: 0 < x < 1, 'between 0 and 1')
-_seed = _number(lambda x: 0 <= x < 2**31, 'from 0 to 2147483647')
+_seed = _number(lambda x: 0 <= x <= _INT32_MAX, f'from 0 to {_INT32_MAX}')
 _devices = _number(lambda x: x == -1 or x > 0, 'above 0, or -1 for all devices')
 
 
@@ -91,7 +94,7 @@ KEYS = {
     'data.corpus': (str, _corpus),
     'data.path': ((str, None), _anything),
     'data.tokenizer': (str, _one_of(TOKENIZERS)),
-    'data.vocab_size': ((int, None), _positive),
+    'data.vocab_size': ((int, None), _number(lambda x: 0 < x <= 10**6, 'from 1 to 1000000')),
     'data.batch_size': (int, _positive),
     'data.validation_fraction': (float, _fraction),
     'model.d_model': (int, _positive),
@@ -210,9 +213,16 @@ def _checked(key, value):
         value = tuple(value)
     if type(value) is not kind:
         raise ConfigError(f'{key}={value!r}: expected {kind.__name__}, got {type(value).__name__}')
+    if kind is str and not is_utf8(value):
+        raise ConfigError(f'{key}={value!r}: not UTF-8; rename it')
     if complaint := check(value):
         raise ConfigError(f'{key}={value!r}: {complaint}')
     return value
+
+
+def is_utf8(text):
+    """Whether a text from the command line can be written to a file."""
+    return not any('\ud800' <= c <= '\udfff' for c in text)
 
 
 def resolve(config):
@@ -243,6 +253,11 @@ def _learns_to_size(config):
 
 
 def _check_together(config):
+    if config.data.path is not None and config.data.corpus != 'text':
+        raise ImpossibleError(
+            f'data.path={config.data.path}: is read with data.corpus=text alone, and it is '
+            f'{config.data.corpus}; set --config.data.corpus=text, or leave the path out'
+        )
     if config.data.vocab_size is not None and not _learns_to_size(config):
         sized = ' or '.join(name for name, kind in TOKENIZERS.items() if kind.settings)
         raise ImpossibleError(
@@ -361,11 +376,11 @@ def write_config(run_dir, config, environment):
 def read_config(run_dir):
     """The configuration in `config.json`, or None where there is no such file."""
     path = run_dir / 'config.json'
-    return ConfigDict(read_json(path, 'config')['config']) if path.exists() else None
+    return ConfigDict(read_json(path, 'config')) if path.exists() else None
 
 
-def read_json(path, key):
-    """The dict in a file of a run, which must hold `key`.
+def read_json(path, key, kind=dict):
+    """What a file of a run, a JSON object, holds under `key`: something of type `kind`.
 
     Raises:
       DamagedError: naming the file.
@@ -376,11 +391,11 @@ def read_json(path, key):
         raise DamagedError(
             f'{path}: damaged ({error}); restore it or take a fresh workdir'
         ) from None
-    if not isinstance(value, dict) or key not in value:
+    if not isinstance(value, dict) or not isinstance(value.get(key), kind):
         raise DamagedError(
             f'{path}: damaged (no {key!r} in it); restore it or take a fresh workdir'
         )
-    return value
+    return value[key]
 
 
 def write_json(path, value):

@@ -183,6 +183,8 @@ def run(config, workdir, only_point=None, profile=None):
         for point in trained
         for seed in point.seeds
     )
+    if pending:
+        workdir.mkdir(parents=True, exist_ok=True)  # before anything is compiled
     # A finished sweep keeps the record of the machine and the commit that made it.
     if config.sweep and (pending or not (workdir / 'config.json').exists()):
         known = [corpus for corpus in corpora if corpus is not None]
@@ -209,6 +211,14 @@ def _check_workdir(workdir, config):
     if workdir.exists() and not workdir.is_dir():
         raise RunError(f'{workdir}: a file; --workdir takes a directory')
     old = read_config(workdir)
+    if old is not None and bool(old.get('sweep')) != bool(config.sweep):
+        holds, asked = (
+            ('a sweep', 'a single run') if old.get('sweep') else ('a single run', 'a sweep')
+        )
+        raise RunError(
+            f'{workdir}: holds {holds}, and this is {asked}; '
+            f'for a fresh one: {train_command(f"{workdir}-2")}'
+        )
     if old is None or not (changed := differences(old, config)):
         return
     what = '; '.join(f'{key} was {was!r}, is {now!r}' for key, (was, now) in changed.items())
@@ -223,7 +233,7 @@ def _check_corpus(run_dir, corpus):
     path = run_dir / 'config.json'
     if not path.exists():
         return
-    old = read_json(path, 'environment')['environment'].get('corpus_sha256')
+    old = read_json(path, 'environment').get('corpus_sha256')
     if old not in (None, corpus.sha256):
         raise RunError(
             f'{run_dir}: began on a corpus of sha256 {old[:12]}…, which is now '
@@ -292,7 +302,7 @@ def _print_parameters(points, corpora):
 def _status(run_dir):
     path = run_dir / 'summary.json'
     try:
-        return read_json(path, 'status')['status'] if path.exists() else 'unfinished'
+        return read_json(path, 'status', str) if path.exists() else 'unfinished'
     except RunError:  # its run is asked again, and writes it anew
         return 'unfinished'
 

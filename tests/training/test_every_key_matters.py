@@ -153,6 +153,8 @@ def shows(key, paths):
     sized = {'data.tokenizer': 'sentencepiece', 'data.vocab_size': 290}
     base = resolve(tiny_config(paths['BASE'], **(sized if key == 'data.vocab_size' else {})))
     changed = {key: paths.get(value, value) if isinstance(value, str) else value}
+    if key == 'data.corpus':
+        changed['data.path'] = None
     if key == 'model.d_model':
         changed['model.d_ff'] = base.model.d_ff
     other = resolve(with_values(base, changed))
