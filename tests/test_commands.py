@@ -115,6 +115,7 @@ SAMPLE_ERRORS = {
     'a negative temperature': (['--prompt=책', '--temperature=-1'], 'temperature'),
     'top_p above 1': (['--prompt=책', '--top_p=2'], 'top_p'),
     'a number that is none': (['--prompt=책', '--num_tokens=x'], 'num_tokens'),
+    'more samples than memory holds': (['--prompt=책', '--num_samples=99999'], 'num_samples'),
     'a number without end': (['--prompt=책', '--num_tokens=9999999'], 'num_tokens'),
     'NaN': (['--prompt=책', '--temperature=nan'], '--temperature must be a finite number'),
     'no prompt': ([], 'prompt'),
@@ -180,6 +181,13 @@ TRAIN_ERRORS = {
         'did you mean tiny_shakespeare?',
     ),
     'a stray argument': (['--config=configs/minigpt.py', 'heads'], "unexpected argument 'heads'"),
+    'a name that is not UTF-8': (
+        ['--config=configs/minigpt.py', '--workdir=caf\udce9'], 'not UTF-8; rename it'
+    ),
+    'the path of no known user': (
+        ['--config=configs/minigpt.py', '--config.data.corpus=text', '--config.data.path=~none/x'],
+        'no such file: ~none/x',
+    ),
     'an empty workdir': (['--config=configs/minigpt.py', '--workdir='], '--workdir is empty'),
     'a rule that matches nothing': (
         ['--config=configs/minigpt.py', "--config.optim.rules=(('.*bais','weight_decay',0.),)"],

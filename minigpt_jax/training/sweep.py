@@ -212,9 +212,8 @@ def _check_workdir(workdir, config):
         raise RunError(f'{workdir}: a file; --workdir takes a directory')
     old = read_config(workdir)
     if old is not None and bool(old.get('sweep')) != bool(config.sweep):
-        holds, asked = (
-            ('a sweep', 'a single run') if old.get('sweep') else ('a single run', 'a sweep')
-        )
+        kinds = ('a sweep', 'a single run')
+        holds, asked = kinds if old.get('sweep') else reversed(kinds)
         raise RunError(
             f'{workdir}: holds {holds}, and this is {asked}; '
             f'for a fresh one: {train_command(f"{workdir}-2")}'

@@ -18,7 +18,7 @@ from minigpt_jax.model.positions import POSITIONS
 from minigpt_jax.report.writers import DamagedLineError, read_lines
 from minigpt_jax.training import loop, steps, sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
-from minigpt_jax.training.config import ConfigError, read_config
+from minigpt_jax.training.config import ConfigError, read_config, resolve, write_config
 from tests.conftest import ROOT, tiny_config
 
 HEADS = (('model.num_heads', (1, 2)), ('seed', (0, 1, 2)))
@@ -268,6 +268,23 @@ def test_another_configuration_is_refused_with_the_command_for_a_fresh_workdir(
     command = f"python -m minigpt_jax.train '--config=a b.py' --workdir={workdir}-2"
     assert str(caught.value).endswith(command)
     assert read_config(workdir).optim.learning_rate == 0.002
+
+
+def test_a_sweep_and_a_single_run_do_not_share_a_directory(finished, text_file, tmp_path):
+    workdir, config = finished
+    single = config.copy_and_resolve_references()
+    single.sweep = ()
+    with pytest.raises(RunError, match='holds a sweep, and this is a single run; for a fresh one'):
+        sweep.run(single, workdir)
+    write_config(tmp_path, resolve(single), {})
+    with pytest.raises(RunError, match='holds a single run, and this is a sweep'):
+        sweep.run(config, tmp_path)
+
+
+def test_a_path_that_nothing_would_read_is_refused(text_file, tmp_path):
+    config = tiny_config(text_file, **{'data.corpus': 'python_docs'})
+    with pytest.raises(ConfigError, match=r'is read with data\.corpus=text alone'):
+        sweep.run(config, tmp_path)
 
 
 def test_axes_may_grow_and_only_what_is_new_is_trained(finished, tmp_path):
@@ -568,8 +585,16 @@ def test_an_empty_newest_checkpoint_is_skipped(finished, tmp_path):
 
 def test_a_damaged_file_of_a_run_is_named(finished, tmp_path):
     workdir, _ = finished
-    for name, content in [('config.json', '{"conf'), ('tokenizer.json', '{}')]:
-        run_dir = tmp_path / name.split('.')[0]
+    for number, (name, content) in enumerate(
+        [
+            ('config.json', '{"conf'),
+            ('config.json', '{"config": 3}'),
+            ('tokenizer.json', '{}'),
+            ('tokenizer.json', '{"tokenizer": {"kind": "char"}}'),
+            ('tokenizer.json', '{"tokenizer": {"kind": "sentencepiece", "model": "YWJj"}}'),
+        ]
+    ):
+        run_dir = tmp_path / str(number)
         shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
         (run_dir / name).write_text(content)
         with pytest.raises(RunError, match=f'{name}: damaged'):
