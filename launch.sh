@@ -216,7 +216,7 @@ command_test() {
   part 'lint-imports' "$python" -c 'from importlinter.cli import lint_imports_command as main; main()' --no-logo
   [[ -n $all_tests ]] || set -- -m 'not slow' "$@"
   # Last, so that the closing line of pytest is the last one when all is well.
-  part 'pytest' "$python" -m pytest -n 2 --durations=20 "$@"
+  part 'pytest' "$python" -m pytest -n 2 --dist worksteal --durations=20 "$@"
   [[ -z $failed ]] || die 1 "failed: $failed"
 }
 

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from minigpt_jax.training.checkpoint import load_run
+from minigpt_jax.training.config import RunError
 from tests.conftest import ROOT
 
 TINY = [
@@ -82,6 +84,7 @@ def test_korean_text_trains_and_samples(korean):
     assert second.startswith(first.rstrip('\n'))  # greedy: both samples are the same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tokenizer', ['byte', 'sentencepiece'])
 def test_korean_text_trains_and_samples_in_bytes_and_pieces(korean, tmp_path, tokenizer):
     _, path, _ = korean
@@ -104,9 +107,9 @@ def test_sample_says_when_the_window_slides_and_follows_its_seed(korean):
     common = ('sample', f'--workdir={workdir}', '--prompt=책', '--temperature=1')
     short = run(*common, '--num_tokens=8').stdout  # the last of them sees the context of 8
     assert 'window slid' not in short
-    long = [run(*common, '--num_tokens=30', f'--seed={seed}').stdout for seed in (0, 0, 1)]
+    long = [run(*common, '--num_tokens=30', f'--seed={seed}').stdout for seed in (0, 1)]
     assert 'the window slid' in long[0]
-    assert long[0] == long[1] != long[2]
+    assert long[0] != long[1]
 
 
 SAMPLE_ERRORS = {
@@ -128,9 +131,11 @@ def test_sample_answers_bad_input_with_one_line(korean, arguments, line):
 
 
 def test_sample_refuses_a_directory_that_is_no_run(korean, tmp_path):
-    for workdir in (tmp_path, tmp_path / 'nowhere', korean[0] / 'config.json'):
-        done = run('sample', f'--workdir={workdir}', '--prompt=a', check=False)
-        assert_one_line(done, 'no config.json there')
+    done = run('sample', f'--workdir={tmp_path}', '--prompt=a', check=False)
+    assert_one_line(done, 'no config.json there')
+    for workdir in (tmp_path / 'nowhere', korean[0] / 'config.json'):
+        with pytest.raises(RunError, match='no config.json there'):
+            load_run(workdir)
 
 
 def assert_one_line(done, line, status=2):
@@ -288,6 +293,7 @@ def damage(checkpoint):
         file.write_bytes(b'')
 
 
+@pytest.mark.slow
 def test_profile_leaves_a_trace_and_refuses_what_is_no_range(korean, tmp_path):
     _, path, _ = korean
     common = ('--config=configs/minigpt.py', *TINY, f'--config.data.path={path}')
@@ -306,6 +312,7 @@ def test_profile_leaves_a_trace_and_refuses_what_is_no_range(korean, tmp_path):
         assert_one_line(done, line)
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_workdir_is_refused(korean, tmp_path):
     _, path, _ = korean
     longer = [*TINY, '--config.train.steps=400000', '--config.train.checkpoint_every=100000']

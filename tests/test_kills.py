@@ -36,6 +36,9 @@ def bits(workdir):
     return found
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope='module')
 def undisturbed(text_file, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('undisturbed') / 'run'

@@ -150,7 +150,9 @@ def write_tokenizer(run_dir, tokenizer):
 def _read_tokenizer(path):
     described = read_json(path, 'tokenizer')
     try:
-        return tokenizer_from_dict(described)
+        tokenizer = tokenizer_from_dict(described)
+        tokenizer.vocab_size  # noqa: B018: SentencePiece reads its model when first asked
+        return tokenizer
     except Exception as error:  # whatever a library says of what it cannot read
         reason = str(error).splitlines()[0]
         raise DamagedError(f'{path}: damaged ({type(error).__name__}: {reason})') from error

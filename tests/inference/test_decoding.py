@@ -99,11 +99,11 @@ def test_cached_logits_equal_the_full_ones_at_every_position():
 
 def test_a_window_may_be_longer_than_in_training_where_positions_reach():
     model, params = build(positions='rotary')
-    tokens = greedy(model, params, [[3, 1, 4]], 20, T=12)[0]
-    assert tokens.tolist() == naive_greedy(model, params, [3, 1, 4], 20, T=12)
-    assert tokens.tolist() != naive_greedy(model, params, [3, 1, 4], 20, T=8)
+    tokens = greedy(model, params, [[12, 0, 5]], 20, T=12)[0]
+    assert tokens.tolist() == naive_greedy(model, params, [12, 0, 5], 20, T=12)
+    assert tokens.tolist() != naive_greedy(model, params, [12, 0, 5], 20, T=8)
     with pytest.raises(ValueError, match='learned positions end at context_length=8'):
-        greedy(*build(), [[3, 1, 4]], 4, T=12)
+        greedy(*build(), [[12, 0, 5]], 4, T=12)
 
 
 def test_the_text_of_a_sample_does_not_depend_on_how_many_are_drawn():

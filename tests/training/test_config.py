@@ -81,7 +81,7 @@ def test_changing_a_copy_leaves_the_original_alone():
         ({'data.corpus': 'tfds:'}, 'expected tfds:NAME or tfds:NAME/CONFIG, for example'),
         ({'data.corpus': 'tfds:two words'}, 'expected tfds:NAME or tfds:NAME/CONFIG'),
         ({'data.tokenizer': 'bytes'}, 'choose from char, byte, sentencepiece; did you mean byte'),
-        ({'data.vocab_size': 0}, 'must be above 0'),
+        ({'data.vocab_size': 0}, 'must be from 1 to 1000000'),
         ({'data.vocab_size': 'many'}, 'expected int, got str'),
     ],
 )

@@ -310,8 +310,15 @@ def test_scanned_layers_train_and_log_the_same(form):
     assert sizes[0] > 1.5 * sizes[1]
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('mode', ['map', 'vmap'])
+@pytest.mark.parametrize(
+    ('mode', 'dtype'),
+    [
+        ('vmap', 'bfloat16'),
+        pytest.param('vmap', 'float32', marks=pytest.mark.slow),
+        pytest.param('map', 'float32', marks=pytest.mark.slow),
+        pytest.param('map', 'bfloat16', marks=pytest.mark.slow),
+    ],
+)
 def test_all_parts_at_once_on_eight_devices_and_over_seeds(mode, dtype):
     values = PARTS | FORMS[1] | dict(model__dtype=dtype)
     config, model, init = setting(**values)

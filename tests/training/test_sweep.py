@@ -15,7 +15,7 @@ import pytest
 from minigpt_jax.data import corpora
 from minigpt_jax.data.batches import load_tokenized
 from minigpt_jax.model.positions import POSITIONS
-from minigpt_jax.report.writers import DamagedLineError, read_lines
+from minigpt_jax.report.writers import read_lines
 from minigpt_jax.training import loop, steps, sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
 from minigpt_jax.training.config import ConfigError, read_config, resolve, write_config
@@ -229,6 +229,7 @@ def test_seeds_at_once_are_close_to_mapped_ones_and_resume_to_their_own_bits(
     assert programs[0] != programs[1]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_all_positions_reports_them_and_their_sizes(text_file, tmp_path):
     axes = (('model.positions', POSITIONS),)
     config = tiny_config(text_file, sweep=axes, **{'train.steps': 4, 'optim.rules': RULES})
@@ -501,14 +502,10 @@ def test_lines_that_are_damaged_or_gone_are_named(finished, tmp_path):
         shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
         (run_dir / 'summary.json').unlink()
         (run_dir / 'metrics.jsonl').write_text(lines)
-        if 'damaged' in complaint:  # before anything is trained
-            with pytest.raises(DamagedLineError, match=complaint):
-                sweep.run(config, tmp_path)
-        else:
-            assert sweep.run(config, tmp_path) == 1
-            (row,) = csv.DictReader((tmp_path / 'results.csv').open())
-            assert row['status'] == 'failed'
-            assert complaint in row['error']
+        assert sweep.run(config, tmp_path) == 1
+        (row,) = csv.DictReader((tmp_path / 'results.csv').open())
+        assert row['status'] == 'failed'
+        assert complaint in row['error']
 
 
 def test_a_rule_may_name_what_only_some_points_have_but_must_name_something(text_file, tmp_path):
