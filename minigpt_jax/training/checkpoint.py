@@ -151,7 +151,7 @@ def _read_tokenizer(path):
     described = read_json(path, 'tokenizer')
     try:
         tokenizer = tokenizer_from_dict(described)
-        tokenizer.vocab_size  # noqa: B018: SentencePiece reads its model when first asked
+        tokenizer.encode('')  # SentencePiece reads its model when first asked
         return tokenizer
     except Exception as error:  # whatever a library says of what it cannot read
         reason = str(error).splitlines()[0]
