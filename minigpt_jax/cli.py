@@ -101,6 +101,17 @@ def use_compilation_cache():
     jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
 
 
+def cpu_cores():
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
+
+def use_cpu_devices(count):
+    """Makes the CPU `count` devices, before jax looks for any; `XLA_FLAGS` may say otherwise."""
+    if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
+        jax.config.update('jax_num_cpu_devices', count)
+
+
 def print_devices():
     """Prints the devices that jax found, and how to get at a GPU that it did not."""
     devices = jax.devices()

@@ -25,6 +25,7 @@ def main():
     if config is None:
         cli.fail('--config is missing; for example --config=configs/heads_sweep.py')
     cli.use_compilation_cache()
+    cli.use_cpu_devices(sweep.cpu_devices(config, cli.cpu_cores()))
     cli.print_devices()
     return sweep.run(config, _workdir(), _POINT.value, _profile())
 

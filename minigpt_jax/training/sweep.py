@@ -206,6 +206,20 @@ def run(config, workdir, only_point=None, profile=None):
     return 0 if statuses <= good else 1
 
 
+def cpu_devices(config, cores):
+    """How many devices a CPU of so many cores should be for every point of a configuration."""
+    batch_sizes = {
+        rows
+        for point in expand(config)
+        if point.config
+        for rows in (
+            point.config.data.batch_size // point.config.train.accumulation_steps,
+            point.config.eval.batch_size,
+        )
+    }
+    return sharding.devices_for_cores(cores, batch_sizes)
+
+
 def _check_workdir(workdir, config):
     """Refuses a workdir of another configuration, naming the keys that differ."""
     if workdir.exists() and not workdir.is_dir():
