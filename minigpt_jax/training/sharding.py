@@ -27,13 +27,13 @@ def devices_for_cores(cores, batch_sizes):
     """How many devices a CPU of so many cores should be, for these numbers of rows a step.
 
     The compiler keeps the cores of one device busy only within an operation, and those of a small
-    model are too small for that: two cores as two devices take 0.75 of the time. The most that
+    model are too small for that: as two devices, two cores take three quarters of the time. The most that
     divide every batch, of at least four rows each.
     """
     return max(
         n
         for n in range(1, cores + 1)
-        if n == 1 or all(B % n == 0 and B >= 4 * n for B in batch_sizes)
+        if n == 1 or all(B % n == 0 and 4 * n <= B for B in batch_sizes)
     )
 
 
