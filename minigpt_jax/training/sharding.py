@@ -27,8 +27,8 @@ def devices_for_cores(cores, batch_sizes):
     """How many devices a CPU of so many cores should be, for these numbers of rows a step.
 
     The compiler keeps the cores of one device busy only within an operation, and those of a small
-    model are too small for that: as two devices, two cores take three quarters of the time. The most that
-    divide every batch, of at least four rows each.
+    model are too small for that: as two devices, two cores take three quarters of the time. It is
+    the largest number that divides every batch into four rows or more.
     """
     return max(
         n

@@ -16,7 +16,7 @@ from minigpt_jax.data import corpora
 from minigpt_jax.data.batches import load_tokenized
 from minigpt_jax.model.positions import POSITIONS
 from minigpt_jax.report.writers import read_lines
-from minigpt_jax.training import loop, steps, sweep
+from minigpt_jax.training import loop, sharding, steps, sweep
 from minigpt_jax.training.checkpoint import Checkpoints, RunError, load_run
 from minigpt_jax.training.config import ConfigError, read_config, resolve, write_config
 from tests.conftest import ROOT, tiny_config
@@ -522,6 +522,21 @@ def test_devices_share_each_part_of_a_batch(text_file, tmp_path):
     values = {'mesh.data': 2, 'train.accumulation_steps': 8}
     with pytest.raises(ConfigError, match='8 accumulation steps, need a multiple of 16'):
         sweep.run(tiny_config(text_file, **values), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('cores', 'batch_sizes', 'devices'),
+    [(1, {12}, 1), (2, {12}, 2), (2, {12, 9}, 1), (8, {16}, 4), (8, {12}, 3), (16, {3}, 1)],
+)
+def test_the_cores_of_a_cpu_share_every_batch_evenly(cores, batch_sizes, devices):
+    assert sharding.devices_for_cores(cores, batch_sizes) == devices
+
+
+def test_cores_are_devices_that_suit_every_point():
+    values = {'data.batch_size': 16, 'eval.batch_size': 16}
+    assert sweep.cpu_devices(tiny_config(**values), 8) == 4
+    axes = (('train.accumulation_steps', (1, 2)),)
+    assert sweep.cpu_devices(tiny_config(sweep=axes, **values), 8) == 2
 
 
 def test_a_long_value_makes_a_short_directory():
