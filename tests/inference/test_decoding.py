@@ -98,10 +98,11 @@ def test_cached_logits_equal_the_full_ones_at_every_position():
 
 
 def test_a_window_may_be_longer_than_in_training_where_positions_reach():
-    model, params = build(positions='rotary')
-    tokens = greedy(model, params, [[12, 0, 5]], 20, T=12)[0]
-    assert tokens.tolist() == naive_greedy(model, params, [12, 0, 5], 20, T=12)
-    assert tokens.tolist() != naive_greedy(model, params, [12, 0, 5], 20, T=8)
+    model, params = build(positions='sinusoidal')
+    prompt = [5, 12, 3, 7, 1, 0, 9, 4, 2, 8, 11, 6]
+    tokens = greedy(model, params, [prompt], 20, T=12)[0]
+    assert tokens.tolist() == naive_greedy(model, params, prompt, 20, T=12)
+    assert tokens.tolist() != naive_greedy(model, params, prompt, 20, T=8)
     with pytest.raises(ValueError, match='learned positions end at context_length=8'):
         greedy(*build(), [[12, 0, 5]], 4, T=12)
 

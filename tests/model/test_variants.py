@@ -21,7 +21,7 @@ from tests.conftest import tiny_config
 B, T, V = 2, 6, 11
 VARIANTS = list(itertools.product(NORM_PLACEMENTS, POSITIONS, ATTENTION_FORMS))
 PIECES = ((0, 3), (3, 6))  # what a cached pass reads at once
-TOLERANCE = {'float32': 1e-5, 'bfloat16': 3e-2}
+TOLERANCE = {'float32': 1e-4, 'bfloat16': 3e-2}
 
 
 @functools.cache
