@@ -325,7 +325,19 @@ def test_test_runs_every_part_on_the_cpu_without_slow_tests(launcher):
         ['-m', 'ruff', 'check', '.'],
         ['-m', 'ruff', 'format', '--check', '.'],
         ['-m', 'lint-imports'],
-        ['-m', 'pytest', '-n', '2', '--durations=20', '-m', 'not slow', 'tests/model', '-x'],
+        [
+            '-m',
+            'pytest',
+            '-n',
+            '2',
+            '--dist',
+            'worksteal',
+            '--durations=20',
+            '-m',
+            'not slow',
+            'tests/model',
+            '-x',
+        ],
     ]
     assert launcher.calls()[-1][2] == 'cpu'
     installed = (launcher.stub / 'pip-r').read_text()
@@ -335,7 +347,15 @@ def test_test_runs_every_part_on_the_cpu_without_slow_tests(launcher):
 
 def test_test_all_includes_slow_tests(launcher):
     launcher.run('test', '--all')
-    assert launcher.commands()[-1] == ['-m', 'pytest', '-n', '2', '--durations=20']
+    assert launcher.commands()[-1] == [
+        '-m',
+        'pytest',
+        '-n',
+        '2',
+        '--dist',
+        'worksteal',
+        '--durations=20',
+    ]
 
 
 @pytest.mark.parametrize('part', ['ruff', 'pytest'])
