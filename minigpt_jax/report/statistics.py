@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy  # loads scipy.stats, over a second, when it is first used
 
 # Two seeds give a t interval 12.7 standard errors wide: it would be read as evidence and is none.
 MINIMUM_SEEDS = 3
@@ -51,8 +51,8 @@ def mean_interval(values: Iterable[float], confidence: float = 0.95) -> tuple[fl
         return float('nan'), None
     if values.size < MINIMUM_SEEDS:
         return float(values.mean()), None
-    quantile = stats.t.ppf((1 + confidence) / 2, values.size - 1)
-    return float(values.mean()), float(quantile * stats.sem(values))
+    quantile = scipy.stats.t.ppf((1 + confidence) / 2, values.size - 1)
+    return float(values.mean()), float(quantile * scipy.stats.sem(values))
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
@@ -97,7 +97,9 @@ def paired_differences(values: Values, confidence: float = 0.95) -> list[Compari
         p_value = None
         if half_width is not None:
             # An axis without any effect gives the same bits at every point: t would be 0/0.
-            p_value = float(stats.ttest_1samp(differences, 0).pvalue) if differences.any() else 1.0
+            p_value = (
+                float(scipy.stats.ttest_1samp(differences, 0).pvalue) if differences.any() else 1.0
+            )
         comparisons.append(Comparison(point, best, mean, half_width, p_value, None, len(seeds)))
     corrected = iter(holm(c.p_value for c in comparisons if c.p_value is not None))
     return [c if c.p_value is None else c._replace(p_holm=next(corrected)) for c in comparisons]
@@ -137,5 +139,5 @@ def seed_noise_test(values: Values) -> FTest | None:
     within = np.sum(residual**2) / df_residual
     with np.errstate(divide='ignore'):
         statistic = float(between / within) if between else 0.0
-    p_value = float(stats.f.sf(statistic, df_points, df_residual))
+    p_value = float(scipy.stats.f.sf(statistic, df_points, df_residual))
     return FTest(statistic, df_points, df_residual, p_value, tuple(points), tuple(seeds))

@@ -96,9 +96,8 @@ class Checkpoints:
             # A damaged checkpoint shows as any of a dozen types, from KeyError to XlaRuntimeError.
             except Exception as error:
                 time.sleep(0.2)  # until those other reads have ended
-                reason = ' '.join(str(error).split(' [')[0].split())[:300]
                 raise DamagedError(
-                    f'{self._directory / str(step)}: unreadable checkpoint: {reason}'
+                    f'{self._directory / str(step)}: unreadable checkpoint: {_reason(error)}'
                 ) from error
         return jax.tree.unflatten(tree, [restored[name] for name in names])
 
@@ -120,11 +119,15 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            reason = ' '.join(str(error).split(' [')[0].split())[:300]
             raise RunError(
-                f'{self._directory}: cannot save a checkpoint: {reason}; '
+                f'{self._directory}: cannot save a checkpoint: {_reason(error)}; '
                 'mend it, then run the same command again'
             ) from error
+
+
+def _reason(error):
+    """What a library says is wrong, in one line and without its addresses in brackets."""
+    return ' '.join(str(error).split(' [')[0].split())[:300]
 
 
 def _named(state):
@@ -154,8 +157,7 @@ def _read_tokenizer(path):
         tokenizer.encode('')  # SentencePiece reads its model when first asked
         return tokenizer
     except Exception as error:  # whatever a library says of what it cannot read
-        reason = str(error).splitlines()[0]
-        raise DamagedError(f'{path}: damaged ({type(error).__name__}: {reason})') from error
+        raise DamagedError(f'{path}: damaged ({type(error).__name__}: {_reason(error)})') from error
 
 
 def load_run(workdir):

@@ -208,6 +208,8 @@ def run(config, workdir, only_point=None, profile=None):
 
 def cpu_devices(config, cores):
     """How many devices a CPU of so many cores should be for every point of a configuration."""
+    if config.mesh.data != -1:
+        return cores  # of which the mesh takes as many as it names
     batch_sizes = {
         rows
         for point in expand(config)
@@ -286,9 +288,10 @@ def _check_rules(points, corpora):
     names = {}
     for point, corpus in zip(points, corpora, strict=True):
         if corpus is not None:
-            full = {'model.use_bias': True, 'model.norm_placement': 'pre'}
+            if not names:
+                full = {'model.use_bias': True, 'model.norm_placement': 'pre'}
+                names |= _parameters(with_values(point.config, full), corpus)
             names |= _parameters(point.config, corpus)
-            names |= _parameters(with_values(point.config, full), corpus)
     for point in points if names else ():
         rules = point.config.optim.rules if point.config else ()
         if complaint := check_rules_match(rules, list(names)):

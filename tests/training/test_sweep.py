@@ -222,9 +222,12 @@ def test_seeds_at_once_are_close_to_mapped_ones_and_resume_to_their_own_bits(
             for root in (workdir, tmp_path / 'undisturbed')
         )
         np.testing.assert_allclose(mapped, vmapped, rtol=1e-3)
+    # The same point but for how its seeds train.
+    corpus, in_turn = load_tokenized(config.data), config.copy_and_resolve_references()
+    in_turn.train.seeds = 'map'
     programs = [
-        loop.Program(sweep.expand(c)[0].config, load_tokenized(c.data), 3).train_call.as_text()
-        for c in (config, finished[1])
+        loop.Program(sweep.expand(c)[0].config, corpus, 3).train_call.as_text()
+        for c in (config, in_turn)
     ]
     assert programs[0] != programs[1]
 
@@ -533,10 +536,11 @@ def test_the_cores_of_a_cpu_share_every_batch_evenly(cores, batch_sizes, devices
 
 
 def test_cores_are_devices_that_suit_every_point():
-    values = {'data.batch_size': 16, 'eval.batch_size': 16}
+    values = {'data.batch_size': 16, 'eval.batch_size': 16, 'mesh.data': -1}
     assert sweep.cpu_devices(tiny_config(**values), 8) == 4
     axes = (('train.accumulation_steps', (1, 2)),)
     assert sweep.cpu_devices(tiny_config(sweep=axes, **values), 8) == 2
+    assert sweep.cpu_devices(tiny_config(**values | {'mesh.data': 8}), 8) == 8  # as asked for
 
 
 def test_a_long_value_makes_a_short_directory():
