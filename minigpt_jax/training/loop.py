@@ -5,7 +5,6 @@ import functools
 import math
 import statistics
 import time
-from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,7 @@ class Program:
     """Everything compiled for a configuration and a number of seeds; runs of any seed share it.
 
     Attributes:
-      train_call, evaluate, init: compiled; see `steps.make_train_call`, `steps.make_evaluate`,
-        `steps.make_init`.
+      train_call, evaluate: compiled; see `steps.make_train_call`, `steps.make_evaluate`.
       compile_s: seconds that this took.
       peak_memory_mb: what the compiler reserves for a train call, per device and per seed, in MiB:
         arguments + outputs − aliased + temporaries.
@@ -75,15 +73,14 @@ class Program:
             in_shardings=(everywhere, batch),
             out_shardings=(everywhere, everywhere),
             donate_argnums=0,
-        ).lower(state, tokens)
+        )
+        self.train_call = train_call.lower(state, tokens).compile()
         evaluate = jax.jit(
             steps.make_evaluate(self.model, self.mode),
             in_shardings=(everywhere, rows, rows),
             out_shardings=everywhere,
-        ).lower(state.params, *self.validation)
-        lowered = (train_call, evaluate, self.init.lower(0))
-        with futures.ThreadPoolExecutor() as pool:  # the compiler mostly uses one core
-            self.train_call, self.evaluate, self.init = pool.map(lambda x: x.compile(), lowered)
+        )
+        self.evaluate = evaluate.lower(state.params, *self.validation).compile()
         self.compile_s = time.monotonic() - started
         self.peak_memory_mb = _peak_memory(
             self.train_call.memory_analysis(), self.num_seeds, self.mode
