@@ -79,7 +79,9 @@ def loss_figure(axes: Axes, points: Sequence[Point], metric: str = 'val_loss') -
     _mark_diverged(plot, positions, points)
     meaning = tables.METRICS[metric]
     plot.set_ylabel(f'{meaning.name} ({meaning.unit})')
-    plot.set_title('A dot is a run, the marker their mean, the bar its 95 % interval')
+    several = any(len(point.by_seed(metric)) > 1 for point in points)
+    means = ', the marker their mean, the bar its 95 % interval' if several else ''
+    plot.set_title(f'A dot is a run{means}')
     _legend_below(figure, plot, _names(axes[1:]))
     return figure
 
@@ -96,8 +98,9 @@ def cost_figure(axes: Axes, points: Sequence[Point]) -> Figure:
     memory.set_title('Memory of a training step')
     memory.set_ylabel("MB per device (compiler's figure)")
     for plot in (speed, memory):
-        plot.set_ylim(0, 1.02 * plot.get_ylim()[1])
-        plot.yaxis.set_major_formatter('{x:,.0f}')
+        top = 1.02 * plot.get_ylim()[1]
+        plot.set_ylim(0, top)
+        plot.yaxis.set_major_formatter('{x:,.0f}' if top > 10 else '{x:g}')
     _legend_below(figure, speed, _names(axes[1:]))
     return figure
 
@@ -110,10 +113,12 @@ def learning_curves(
     axes: Axes,
     points: Sequence[Point],
     curves: Mapping[tuple[str, int], Mapping[str, Curve]],
+    metric: str = 'val_loss',
 ) -> Figure:
     """Training and validation loss against the step: a thin line a run, a thick one their mean.
 
-    `curves` maps (point, seed) to `{'train_loss': curve, 'val_loss': curve}`.
+    `curves` maps (point, seed) to `{'train_loss': curve, 'val_loss': curve}`. With a metric other
+    than the loss of a token, tokens differ between points, and the figure says so.
     """
     figure = Figure(figsize=(9, 4.4))
     plots = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -128,7 +133,8 @@ def learning_curves(
         plot.xaxis.set_major_formatter('{x:,.0f}')
     plots[0].set_title('Training (batches as logged)')
     plots[1].set_title('Validation')
-    plots[0].set_ylabel('loss (nats per token)')
+    differ = ', which differ' if metric != 'val_loss' else ''
+    plots[0].set_ylabel(f'loss (nats per token{differ})')
     ended_well = {
         (point.name, row.get('seed'))
         for point in points

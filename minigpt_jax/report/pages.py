@@ -66,7 +66,7 @@ def _draw(sweep: Sweep) -> dict[str, bytes]:
         drawn['figures/loss.png'] = figures.loss_figure(sweep.axes, sweep.points, sweep.metric)
     if any(curve for run in sweep.curves.values() for curve in run.values()):
         drawn['figures/curves.png'] = figures.learning_curves(
-            sweep.axes, sweep.points, sweep.curves
+            sweep.axes, sweep.points, sweep.curves, sweep.metric
         )
     if any(point.by_seed('tokens_per_second') for point in sweep.points):
         drawn['figures/cost.png'] = figures.cost_figure(sweep.axes, sweep.points)

@@ -63,7 +63,7 @@ class Metric:
 
 METRICS = {
     'val_loss': Metric('validation loss', 'nats per token', 'val loss'),
-    'bits_per_byte': Metric('validation bits per byte', 'bits per byte', 'bits/byte'),
+    'bits_per_byte': Metric('validation loss', 'bits per byte', 'bits/byte'),
 }
 
 Axes = Sequence[tuple[str, ...]]

@@ -328,6 +328,10 @@ def _run_point(point, corpus, workdir, name, profile):
     pending = [s for s in point.seeds if _status(point.run_dir(workdir, s)) not in FINISHED]
     if not pending:
         print(f'{name}: finished')
+        for run_dir in (point.run_dir(workdir, seed) for seed in point.seeds):
+            if _status(run_dir) == 'diverged':
+                error = read_json(run_dir / 'summary.json', 'error', str)
+                print(f'{name} {run_dir.name}: diverged, a result, not tried again: {error}')
         return
     if point.config is None:
         _record(point, workdir, pending, 'invalid', point.error)

@@ -201,3 +201,20 @@ def test_figures_are_the_same_bytes_and_leave_the_settings_alone():
     first, second = (figures.png(figures.loss_figure(AXIS, points((1,), (2,)))) for _ in range(2))
     assert first == second
     assert dict(matplotlib.rcParams) == before
+
+
+def test_no_two_ticks_of_a_small_memory_read_the_same():
+    figure = figures.cost_figure(AXIS, points((1,), (4,), peak_memory_mb=2.75))
+    drawn(figure)
+    labels = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels)
+
+
+def test_only_several_runs_have_a_mean_and_an_interval():
+    titles = [
+        figures.loss_figure(AXIS, points((1,), (4,), seeds=seeds)).axes[0].get_title('left')
+        for seeds in (1, 3)
+    ]
+    assert titles[0] == 'A dot is a run'
+    assert 'interval' in titles[1]

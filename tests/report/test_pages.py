@@ -224,7 +224,7 @@ def test_tokenizers_are_compared_by_bits_per_byte(make_sweep):
         for seed in range(3)
     }
     text, _, _ = build(make_sweep(axes=(axis,), changes=bits))
-    assert 'tokenizer = byte has the lowest validation bits per byte (2.0' in text
+    assert 'tokenizer = byte has the lowest validation loss (2.0' in text
     for seed in range(3):
         bits[0, seed]['bits_per_byte'] = None
     text, page, _ = build(make_sweep('unknown', axes=(axis,), changes=bits))

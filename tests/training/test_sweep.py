@@ -150,7 +150,7 @@ def test_tokenizers_are_compared_by_bits_per_byte_of_the_same_text(text_file, tm
         num_tokens.append(len(tokens))
     assert num_tokens[0] > num_tokens[1]
     report = (tmp_path / 'report.md').read_text()
-    assert 'lowest validation bits per byte' in report
+    assert 'lowest validation loss' in report
     *_, large = csv.DictReader((tmp_path / 'results.csv').open())
     assert large['status'] == 'invalid'
     assert 'data.vocab_size=5000: the training text gives at most' in large['error']
@@ -437,7 +437,7 @@ def test_invalid_and_failed_points_are_recorded_and_only_they_are_tried_again(
     assert [row['status'] for row in rows] == ['ok', 'invalid', 'ok']
 
 
-def test_a_diverged_point_is_a_result_with_a_diagnosis(text_file, tmp_path):
+def test_a_diverged_point_is_a_result_with_a_diagnosis(text_file, tmp_path, capsys):
     axes = (('optim.learning_rate', (1e-3, 1e30)), ('seed', (0, 1)))
     config = tiny_config(text_file, sweep=axes)
     assert sweep.run(config, tmp_path) == 0
@@ -452,6 +452,10 @@ def test_a_diverged_point_is_a_result_with_a_diagnosis(text_file, tmp_path):
         assert text in text_file.read_text()
         assert len(text) >= 8  # the context
     assert 0 < summaries[0]['steps'] < 12
+    capsys.readouterr()
+    assert sweep.run(config, tmp_path) == 0
+    again = capsys.readouterr().out
+    assert f'seed-1: diverged, a result, not tried again: {summaries[1]["error"]}' in again
 
 
 def test_results_hold_what_was_swept_and_is_no_column_of_its_own(text_file, tmp_path):
