@@ -16,7 +16,7 @@ What the parts of the model can be, and where each comes from. (*) marks what th
     model.norm_placement  pre *         Xiong et al. 2020; GPT-2
                           post          Vaswani et al. 2017, section 3.1
                           sandwich      Ding et al. 2021 (CogView), section 2.4
-                          deepnorm      Wang et al. 2022 (DeepNet), the decoder's α and β
+                          deepnorm      Wang et al. 2022 (DeepNet), figure 2
                           none          no norm but those of qk_norm
     model.norm            layer *       Ba et al. 2016
                           rms           Zhang and Sennrich 2019
@@ -31,7 +31,7 @@ What the parts of the model can be, and where each comes from. (*) marks what th
                           per_head      Vaswani et al. 2017, section 3.2.2, as in a textbook
     model.tie_embeddings  True *, False Press and Wolf 2017
     model.use_bias        False *, True of dense layers and LayerNorm; none as in nanoGPT
-    model.init            gpt2 *        N(0, 0.02²), outputs of branches / √(2 · layers): GPT-2
+    model.init            gpt2 *        N(0, 0.02²), outputs of branches / √(branches): GPT-2
                           xavier        Glorot and Bengio 2010, uniform
                           torch         U(±1/√fan_in), biases too: PyTorch's nn.Linear
                           (embedding tables are N(0, 0.02²) under each)
@@ -65,20 +65,32 @@ def get_config(variant=''):
     c.seed = 0  # drives initialisation, dropout and the order of batches
 
     c.data = ConfigDict()
-    c.data.corpus = 'python_docs'  # python_docs, text, tfds:NAME (of the TFDS catalogue)
-    c.data.path = placeholder(str)  # corpus text: file(s), UTF-8
+    # python_docs, text, tfds:NAME (of the TFDS catalogue); of pairs: dates, parallel, copy,
+    # reverse; of images: digits
+    c.data.corpus = 'python_docs'
+    c.data.path = placeholder(str)  # text: file(s), UTF-8; parallel: a directory or two files
     c.data.tokenizer = 'char'  # char, byte, sentencepiece
     c.data.vocab_size = placeholder(int)  # ids, for sentencepiece alone; None: 4096
-    c.data.batch_size = 16  # sequences a step
+    c.data.joint_vocabulary = False  # pairs: one tokenizer for source and target
+    c.data.source_language = 'en'  # pairs: CLDR locale (dates), ending of file names (parallel)
+    c.data.target_language = 'ko'
+    c.data.batch_size = 16  # sequences, pairs or images a step
+    c.data.tokens_per_batch = placeholder(int)  # pairs: instead of batch_size, padding included
+    c.data.num_buckets = 1  # pairs: shapes of batches, by length
+    c.data.mask_rate = 0.15  # encoder: share of the tokens to guess
+    c.data.patch_size = 2  # image: pixels on a side of a patch
     # Share of the characters held out; a corpus tfds:NAME may bring a validation split of its own.
     c.data.validation_fraction = 0.1
 
     c.model = ConfigDict()
+    c.model.family = 'decoder'  # decoder, encoder_decoder, encoder, image
     c.model.d_model = 128  # width of the residual stream
     c.model.num_heads = 4  # must divide d_model
     c.model.d_ff = placeholder(int)  # feed-forward hidden width; None: 4 · d_model
-    c.model.num_layers = 4  # blocks
-    c.model.context_length = 64  # tokens
+    c.model.num_layers = 4  # blocks, of the decoder where there are two stacks
+    c.model.encoder_layers = placeholder(int)  # encoder_decoder; None: num_layers
+    # tokens; of source and of target, each with its EOS; patches of an image
+    c.model.context_length = 64
     c.model.norm_placement = 'pre'  # pre, post, sandwich, deepnorm, none
     c.model.norm = 'layer'  # layer, rms; of all norms that there are
     c.model.qk_norm = False  # also norm each query and key, over its d_head dimensions
@@ -90,6 +102,7 @@ def get_config(variant=''):
     c.model.attention = 'auto'  # implementation of dot-product attention
     c.model.dropout_rate = 0.0  # of attention weights, branch outputs and embeddings
     c.model.tie_embeddings = True  # the output layer is the embedding table
+    c.model.joint_embeddings = False  # encoder_decoder: one table for source and target
     c.model.use_bias = False  # biases of dense layers and norms
     c.model.init = 'gpt2'  # gpt2, xavier, torch: how dense layers start
     c.model.dtype = 'float32'  # float32, bfloat16: operands of products; all else is float32
@@ -114,6 +127,7 @@ def get_config(variant=''):
     c.train.steps_per_call = 20  # steps in one dispatch; all intervals are multiples of it
     c.train.seeds = 'auto'  # auto, separate, map, vmap: how the seeds of a point train together
     c.train.accumulation_steps = 1  # parts of a batch, one after the other, to save memory
+    c.train.label_smoothing = 0.0  # share of the target that goes to all tokens alike
     c.train.log_every = 20  # steps
     c.train.log_layer_norms = False  # also log the gradient norm of every layer
     c.train.checkpoint_every = 500  # steps
@@ -122,6 +136,7 @@ def get_config(variant=''):
     c.eval = ConfigDict()
     c.eval.every = 500  # steps
     c.eval.batch_size = 16  # sequences at once; does not change the result
+    c.eval.decoded_pairs = 500  # pairs: decoded to count exact matches, spread over the split
     c.eval.sample_prompt = placeholder(str)  # None: the first words of the validation text
     c.eval.sample_tokens = 300  # generated when training ends
 

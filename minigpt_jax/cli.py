@@ -1,5 +1,6 @@
 """What every command shares: flags, one line for an error that a user can mend, devices."""
 
+import math
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import sys
 import jax
 from absl import app, flags, logging
 
+from minigpt_jax.training.checkpoint import load_run
 from minigpt_jax.training.config import KEYS, is_utf8, unknown_key
 
 
@@ -31,9 +33,9 @@ def run_command(main):
             if len(rest) > 1:
                 fail(f'unexpected argument {rest[1]!r}; flags look like --name=value')
             return rest
-        except (AttributeError, KeyError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             fail(_mistyped(argv, error))
-        except (flags.Error, ValueError, TypeError, OSError, ImportError) as error:
+        except (flags.Error, ValueError, OSError, ImportError) as error:
             fail(error)
 
     def guarded(_):
@@ -86,6 +88,40 @@ def _mistyped(argv, error):
         if key != flag and key not in KEYS:
             return unknown_key(key)
     return error
+
+
+def define_search_flags():
+    """Defines --beam, --average and --length_penalty, of commands that translate."""
+    beam = flags.DEFINE_integer(
+        'beam', 1, 'Hypotheses a line; 1: greedy.', lower_bound=1, upper_bound=1000
+    )
+    average = flags.DEFINE_integer('average', 1, 'Newest checkpoints to average.', lower_bound=1)
+    penalty = flags.DEFINE_float('length_penalty', 0.6, 'α of lp.', lower_bound=0, upper_bound=100)
+    flags.register_validator(penalty, math.isfinite, 'must be a finite number')  # a bound lets NaN
+    return beam, average, penalty
+
+
+_COMMANDS = {
+    'decoder': 'sample',
+    'encoder_decoder': 'translate',
+    'encoder': 'evaluate',
+    'image': 'evaluate',
+}
+
+
+def load_run_of(family, workdir, average=1):
+    """The run in a directory (see `load_run`); ends the command if its model is of another family.
+
+    Raises:
+      RunError: if there is none.
+    """
+    run = load_run(workdir, average)
+    if (found := run.config.model.family) != family:
+        fail(
+            f'{workdir}: holds a model of the family {found}, and this command takes {family}; '
+            f'try python -m minigpt_jax.{_COMMANDS[found]} --workdir={workdir}'
+        )
+    return run
 
 
 def use_compilation_cache():

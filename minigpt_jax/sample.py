@@ -9,7 +9,6 @@ from absl import flags
 
 from minigpt_jax import cli
 from minigpt_jax.inference.decoding import continue_text
-from minigpt_jax.training.checkpoint import load_run
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a trained run.', required=True)
 _PROMPT = flags.DEFINE_string('prompt', None, 'Text to continue.', required=True)
@@ -35,7 +34,7 @@ _NUM_SAMPLES = flags.DEFINE_integer(
 
 def main():
     cli.use_compilation_cache()
-    run = load_run(cli.directory('workdir', _WORKDIR.value))
+    run = cli.load_run_of('decoder', cli.directory('workdir', _WORKDIR.value))
     context = run.config.model.context_length
     length = len(run.tokenizer.encode(_PROMPT.value))
     texts = continue_text(

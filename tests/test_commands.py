@@ -157,6 +157,9 @@ TRAIN_ERRORS = {
         ['--config=configs/minigpt.py', '--config.modle.num_heads=3'],
         'did you mean model.num_heads',
     ),
+    'a key below a value': (
+        ['--config=configs/minigpt.py', '--config.sweep.axes=()'], 'did you mean sweep'
+    ),
     'a mistyped key at the top': (
         ['--config=configs/minigpt.py', '--config.sede=3'], 'did you mean seed'
     ),

@@ -86,14 +86,14 @@ def _write_tokens(data, corpus, about_path, paths):
         (paths['train'], _concatenate(tokenizer, train)),
         (paths['validation'], validation_tokens),
     ):
-        with _replacing(path) as file:
+        with replacing(path) as file:
             np.save(file, tokens)
     about = {
         'tokenizer': tokenizer.to_dict(),
         'validation_bytes': sum(len(text.encode('utf-8')) for text in validation),
         'unknown_share': float(np.mean(validation_tokens == tokenizer.unk_id)),
     }
-    with _replacing(about_path) as file:
+    with replacing(about_path) as file:
         file.write(json.dumps(about).encode('utf-8'))
 
 
@@ -108,7 +108,7 @@ def _concatenate(tokenizer, documents: Iterable[str]) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[Any]:
+def replacing(path: pathlib.Path) -> Iterator[Any]:
     """Opens a file for writing that appears under its name only when it is whole."""
     temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
     with open(temporary, 'wb') as file:
@@ -146,9 +146,21 @@ def training_batches(
     Raises:
         DataError: there are fewer than T + 1 tokens. It is raised here, not by the iterator.
     """
-    steps = _windows(tokens, context_length, batch_size, seed)[first_step:]
-    calls = steps.batch(steps_per_call)
+    steps = _windows(tokens, context_length, batch_size, seed)
+    return prefetched(steps, steps_per_call, first_step)
+
+
+def prefetched(steps: grain.MapDataset, steps_per_call: int, first_step: int) -> Iterator[Any]:
+    """The elements of a data set from `first_step` on, K together, made in the background."""
+    calls = steps[first_step:].batch(steps_per_call)
     return iter(calls.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def shuffled(count: int, batch_size: int, seed: int) -> grain.MapDataset:
+    """Numbers from 0 to count - 1 in batches, for ever: an epoch takes each once, in its order."""
+    # As good as for ever; Grain's own "for ever" overflows when it is cut into batches of one.
+    numbers = grain.MapDataset.range(count).seed(seed).shuffle().repeat(2**62 // count)
+    return numbers.batch(batch_size)
 
 
 def training_batch(
@@ -167,11 +179,7 @@ def _windows(
     offsets_T1 = np.arange(context_length + 1)
 
     # Grain permutes the starts, one number each; the windows of a batch are gathered in one go.
-    num_starts = len(tokens) - context_length
-    # As good as for ever; Grain's own "for ever" overflows when it is cut into batches of one.
-    epochs = 2**62 // num_starts
-    starts = grain.MapDataset.range(num_starts).seed(seed).shuffle().repeat(epochs)
-    return starts.batch(batch_size).map(
+    return shuffled(len(tokens) - context_length, batch_size, seed).map(
         lambda starts_B: tokens[starts_B[:, None] + offsets_T1].astype(np.int32)
     )
 
@@ -218,3 +226,32 @@ def check_length(tokens: np.ndarray, context_length: int, split: str) -> None:
             f'the {split} split has {len(tokens)} tokens, but a context of {context_length} needs '
             f'at least {context_length + 1}: use more text or a smaller model.context_length'
         )
+
+
+def hide_tokens(
+    tokens: np.ndarray, *, rate: float, tokenizer: Any, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Chooses tokens to be guessed, and hides most of them in the text.
+
+    Of the chosen, 80 % become `mask_id`, 10 % a random token of the vocabulary, and 10 % stay, so
+    that the model cannot trust what it sees.
+
+    Args:
+        tokens: ids, of any shape.
+        rate: share of the tokens to choose, between 0 and 1.
+        tokenizer: whose ids they are.
+        rng: what the choice draws from.
+
+    Returns:
+        tokens_BT with hidden tokens, targets_BT as they were, and mask_BT, True where chosen.
+
+    Source: Devlin et al. 2019 (BERT), section 3.1 and appendix A.1.
+    """
+    chosen, how = rng.random(tokens.shape) < rate, rng.random(tokens.shape)
+    others = rng.integers(tokenizer.first_id, tokenizer.vocab_size, tokens.shape, np.int32)
+    hidden = np.where(how < 0.8, tokenizer.mask_id, np.where(how < 0.9, others, tokens))
+    return {
+        'tokens_BT': np.where(chosen, hidden, tokens).astype(np.int32),
+        'targets_BT': tokens,
+        'mask_BT': chosen,
+    }

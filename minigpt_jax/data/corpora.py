@@ -14,19 +14,28 @@ is the corpus `tfds:NAME` (see `Catalogue`).
 import ast
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import glob
+import gzip
 import hashlib
+import importlib.util
 import io
+import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import babel
+import babel.dates
 import filelock
+import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
@@ -39,7 +48,7 @@ Files = dict[pathlib.Path, bytes | Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The documents of a corpus, read from disk when they are asked for.
+    """The documents of a corpus, read from disk when they are asked for: texts, or pairs of them.
 
     Attributes:
         name: `data.corpus` of the configuration.
@@ -52,8 +61,8 @@ class Corpus:
 
     name: str
     sha256: str
-    train: Sequence[str]
-    validation: Sequence[str]
+    train: Sequence[str] | Sequence[tuple[str, str]]
+    validation: Sequence[str] | Sequence[tuple[str, str]]
     directory: pathlib.Path
 
 
@@ -62,7 +71,8 @@ def load_corpus(data: Any) -> Corpus:
 
     Args:
         data: the group `data` of a configuration: `corpus`, `validation_fraction` (of the
-            characters, between 0 and 1) and, for the corpus 'text', `path`.
+            characters, of dates the days, between 0 and 1), for files `path`, and for pairs
+            `source_language` and `target_language`.
 
     Raises:
         DataError: the corpus is unknown, its source cannot be read, a split would be empty, or
@@ -89,8 +99,8 @@ def load_corpus(data: Any) -> Corpus:
     return Corpus(
         name=data.corpus,
         sha256=sha256,
-        train=_Documents(sources['train']),
-        validation=_Documents(sources['validation']),
+        train=builder_class.records(sources['train']),
+        validation=builder_class.records(sources['validation']),
         directory=pathlib.Path(builder.data_dir),
     )
 
@@ -142,6 +152,13 @@ class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     `VERSION` says how documents are made and split: raise it when that changes, so that data
     sets prepared before are not read again.
     """
+
+    content = 'text'  # of a document: text; pairs, (source, target); images, (pixels, class)
+
+    @staticmethod
+    def records(source: Any) -> Sequence[Any]:
+        """Returns the documents of a TFDS data source."""
+        return _Documents(source)
 
     @staticmethod
     def read(data: Any) -> Files:
@@ -282,16 +299,25 @@ class TextFiles(_CorpusBuilder, skip_registration=True):
     @staticmethod
     def documents(files: Files) -> Iterator[str]:
         for path, content in files.items():
-            try:
-                text = content.decode('utf-8').removeprefix('\ufeff')
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f'{path} is not UTF-8 text: byte 0x{content[error.start]:02x} at offset '
-                    f'{error.start} (iconv -f ENCODING -t UTF-8 converts it)'
-                ) from error
+            text = decode_utf8(path, content)
             if not text.strip():
                 raise DataError(f'{path} is empty: there is no text to learn from')
             yield text
+
+
+def decode_utf8(path: pathlib.Path | str, content: bytes) -> str:
+    """Returns the text of a file's bytes, without a byte order mark.
+
+    Raises:
+        DataError: they are not UTF-8; `path` says whose they are.
+    """
+    try:
+        return content.decode('utf-8').removeprefix('\ufeff')
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f'{path} is not UTF-8 text: byte 0x{content[error.start]:02x} at offset '
+            f'{error.start} (iconv -f ENCODING -t UTF-8 converts it)'
+        ) from error
 
 
 def _text_paths(path: str | None) -> list[pathlib.Path]:
@@ -327,7 +353,304 @@ def _suggestion(path: pathlib.Path) -> str:
     return f' (looked from {pathlib.Path.cwd()}; set --config.data.path)'
 
 
-CORPORA = {builder.name: builder for builder in (PythonDocs, TextFiles)}
+class _PairBuilder(_CorpusBuilder, skip_registration=True):
+    """Writes pairs of texts, (source, target), to the splits 'train' and 'validation'."""
+
+    content = 'pairs'
+
+    @staticmethod
+    def records(source: Any) -> Sequence[Any]:
+        return _Pairs(source)
+
+    def _info(self):
+        text = tfds.features.Text()
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict({'source': text, 'target': text}),
+            disable_shuffling=True,
+        )
+
+    def _generate_examples(self, documents):
+        for key, (source, target) in enumerate(documents):
+            yield key, {'source': source, 'target': target}
+
+
+FIRST_DAY, LAST_DAY = datetime.date(1990, 1, 1), datetime.date(2039, 12, 31)
+DATE_FORMATS = ('full', 'long', 'medium')
+
+
+class Dates(_PairBuilder, skip_registration=True):
+    """Every day of fifty years in one language and another, in three lengths, by Babel's CLDR.
+
+    The target has the length of the source: a shorter source lacks the weekday, which a model would
+    have to compute. Days are split, not pairs: no day of validation is in training in any length.
+    Where two lengths read the same in the source, the longer one is taken.
+    """
+
+    name = 'dates'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        for key in ('source_language', 'target_language'):
+            try:
+                babel.Locale.parse(getattr(data, key))
+            except (ValueError, TypeError, babel.UnknownLocaleError) as error:
+                raise DataError(
+                    f'data.{key}={getattr(data, key)!r}: no locale of Unicode CLDR; '
+                    'for example en, ko, de, pt_BR'
+                ) from error
+        # All that the text depends on, in place of the text, which takes seconds to write.
+        days = str(FIRST_DAY), str(LAST_DAY)
+        made_of = [data.source_language, data.target_language, babel.__version__, *days]
+        return {pathlib.Path('dates'): json.dumps(made_of).encode()}
+
+    @classmethod
+    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[Any], list[Any]]:
+        (made_of,) = files.values()
+        source, target, *_ = json.loads(made_of)
+        count = (LAST_DAY - FIRST_DAY).days + 1
+        days = [FIRST_DAY + datetime.timedelta(days=i) for i in range(count)]
+        held_out = _held_out(map(str, days), validation_fraction)
+        splits = [], []
+        for day in days:
+            pairs = {}
+            for length in DATE_FORMATS:
+                text = babel.dates.format_date(day, length, locale=source)
+                pairs.setdefault(text, babel.dates.format_date(day, length, locale=target))
+            splits[str(day) in held_out].extend(pairs.items())
+        return splits
+
+
+class _Letters(_PairBuilder, skip_registration=True):
+    """Random words of letters, the same every time, and what `translated` makes of each."""
+
+    @staticmethod
+    def translated(word: str) -> str:
+        raise NotImplementedError
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        return {pathlib.Path('letters'): json.dumps([_ALPHABET, _LETTERS, _WORDS]).encode()}
+
+    @classmethod
+    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[Any], list[Any]]:
+        rng = random.Random(0)
+        words = dict.fromkeys(
+            ''.join(rng.choices(_ALPHABET, k=rng.randint(*_LETTERS))) for _ in range(_WORDS)
+        )
+        held_out = _held_out(words, validation_fraction)
+        splits = [], []
+        for word in words:
+            splits[word in held_out].append((word, cls.translated(word)))
+        return splits
+
+
+_ALPHABET, _LETTERS, _WORDS = 'abcdefgh', (3, 8), 8_000
+
+
+class Copy(_Letters, skip_registration=True):
+    """Words of three to eight letters, translated into themselves."""
+
+    name = 'copy'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def translated(word: str) -> str:
+        return word
+
+
+class Reverse(_Letters, skip_registration=True):
+    """Words of three to eight letters, translated into their reverse."""
+
+    name = 'reverse'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def translated(word: str) -> str:
+        return word[::-1]
+
+
+class Parallel(_PairBuilder, skip_registration=True):
+    """Two aligned texts of the user, a sentence a line, UTF-8, plain or .gz.
+
+    A directory holds train.SOURCE and train.TARGET, and may hold val.SOURCE and val.TARGET, where
+    the ends are the languages: the names of Multi30k. Without val, or of two files, sentences are
+    held out by their source. A pair of which one side is empty is left out, and counted. A source
+    of validation is in no pair of training.
+    """
+
+    name = 'parallel'
+    VERSION = tfds.core.Version('1.0.0')
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        files = {path: _read_plain(path) for path in _parallel_paths(data)}
+        splits = _aligned([*files.items()])
+        pairs = [pair for split in splits for pair in zip(*split, strict=True)]
+        if empty := sum(not all(pair) for pair in pairs):
+            print(f'parallel: {empty} pairs left out, of which a side is empty')
+        return files
+
+    @classmethod
+    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[Any], list[Any]]:
+        train, *given = (
+            [pair for pair in zip(*split, strict=True) if all(pair)]
+            for split in _aligned([*files.items()])
+        )
+        if given:
+            (validation,) = given
+            held_out = {source for source, _ in validation}
+        else:
+            held_out = _held_out((source for source, _ in train), validation_fraction)
+            validation = [pair for pair in train if pair[0] in held_out]
+        train = [pair for pair in train if pair[0] not in held_out]
+        if not train or not validation:
+            split = 'validation' if train else 'training'
+            raise DataError(f'the {split} split would be empty: use more sentences')
+        return train, validation
+
+
+def read_parallel(source: str, target: str) -> list[tuple[str, str]]:
+    """Returns the pairs of two aligned files, plain or .gz, of which no side is empty.
+
+    Raises:
+        DataError: they are not UTF-8, of different length, or there is no pair.
+        OSError: one cannot be read.
+    """
+    paths = [pathlib.Path(path) for path in (source, target)]
+    ((one, other),) = _aligned([(path, _read_plain(path)) for path in paths])
+    pairs = [pair for pair in zip(one, other, strict=True) if all(pair)]
+    if not pairs:
+        raise DataError(f'{source} and {target} have no pair of lines that are not empty')
+    return pairs
+
+
+def _aligned(
+    files: Sequence[tuple[pathlib.Path, bytes]],
+) -> Iterator[tuple[list[str], list[str]]]:
+    """The lines of each two files, as many in the one as in the other."""
+    for (one, source), (other, target) in zip(files[::2], files[1::2], strict=True):
+        sources = split_lines(decode_utf8(one, source))
+        targets = split_lines(decode_utf8(other, target))
+        if len(sources) != len(targets):
+            raise DataError(
+                f'{one} has {len(sources)} lines and {other} has {len(targets)}: '
+                'aligned texts have as many'
+            )
+        yield sources, targets
+
+
+def _parallel_paths(data: Any) -> list[pathlib.Path]:
+    """[source, target] of training, and where there are some, [source, target] of validation."""
+    ends = data.source_language, data.target_language
+    if not data.path:
+        raise DataError(
+            "the corpus 'parallel' needs --config.data.path=DIRECTORY or "
+            '--config.data.path=SOURCE_FILE,TARGET_FILE'
+        )
+    root = pathlib.Path(data.path).expanduser()
+    if not root.is_dir():
+        paths = [pathlib.Path(part.strip()).expanduser() for part in data.path.split(',')]
+        if len(set(paths)) != 2 or len(paths) != 2:
+            raise DataError(
+                f'data.path={data.path}: neither a directory nor two files between a comma'
+            )
+        return paths
+    if ends[0] == ends[1]:
+        raise DataError(f'data.source_language and data.target_language are both {ends[0]!r}')
+    found = []
+    for split in ('train', 'val'):
+        by_end = [
+            [
+                path
+                for path in (root / f'{split}.{end}', root / f'{split}.{end}.gz')
+                if path.is_file()
+            ]
+            for end in ends
+        ]
+        if [len(paths) for paths in by_end] == [1, 1]:
+            found += [path for paths in by_end for path in paths]
+        elif split == 'train' or any(by_end):
+            raise DataError(
+                f'{root} has not both {split}.{ends[0]} and {split}.{ends[1]}, plain or .gz, each '
+                'once: set data.source_language and data.target_language to the ends of its files'
+            )
+    return found
+
+
+def _read_plain(path: pathlib.Path) -> bytes:
+    content = path.read_bytes()
+    if path.suffix != '.gz':
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f'{path} is no whole gzip file: {error}') from error
+
+
+def split_lines(text: str) -> list[str]:
+    """Returns the lines of a text, without spaces at their ends; of an empty one there is none."""
+    return [line.strip() for line in text.removesuffix('\n').split('\n')] if text else []
+
+
+class Digits(_CorpusBuilder, skip_registration=True):
+    """Grey images of handwritten digits, 8 × 8 pixels from 0 to 16, that come with scikit-learn.
+
+    Source: Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", UCI; its test set
+    of 1,797 images.
+    """
+
+    name = 'digits'
+    VERSION = tfds.core.Version('1.0.0')
+    content = 'images'
+    height, width, white, num_classes = 8, 8, 16, 10
+
+    @staticmethod
+    def records(source: Any) -> Sequence[Any]:
+        return _Images(source)
+
+    @staticmethod
+    def read(data: Any) -> Files:
+        package = importlib.util.find_spec('sklearn')  # not imported, which takes a second
+        if package is None:
+            raise DataError("the corpus 'digits' comes with scikit-learn: pip install scikit-learn")
+        path = pathlib.Path(package.origin).parent / 'datasets' / 'data' / 'digits.csv.gz'
+        return {path: path.read_bytes()}
+
+    @classmethod
+    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[Any], list[Any]]:
+        (content,) = files.values()
+        rows = np.loadtxt(io.BytesIO(gzip.decompress(content)), np.uint8, delimiter=',')
+        # Held out by their pixels: the same image twice would be in one split.
+        held_out = _held_out((row[:-1].tobytes().hex() for row in rows), validation_fraction)
+        splits = [], []
+        for row in rows:
+            image = row[:-1].reshape(cls.height, cls.width)
+            splits[row[:-1].tobytes().hex() in held_out].append((image, row[-1]))
+        return splits
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict(
+                {
+                    'image': tfds.features.Tensor(shape=(self.height, self.width), dtype=np.uint8),
+                    'label': tfds.features.Scalar(dtype=np.uint8),
+                }
+            ),
+            disable_shuffling=True,
+        )
+
+    def _generate_examples(self, documents):
+        for key, (image, label) in enumerate(documents):
+            yield key, {'image': image, 'label': label}
+
+
+_BUILDERS = (PythonDocs, TextFiles, Dates, Parallel, Copy, Reverse, Digits)
+CORPORA = {builder.name: builder for builder in _BUILDERS}
 
 
 class Catalogue(_CorpusBuilder, skip_registration=True):
@@ -432,6 +755,47 @@ def split_documents(
                 f'data.validation_fraction ({validation_fraction}) or one file instead of several'
             )
     return train, validation
+
+
+def _held_out(names: Iterable[str], fraction: float) -> set[str]:
+    """A share of some names, rounded, at least one and not all: those whose sha256 come first.
+
+    Raises:
+        DataError: there are fewer than two.
+    """
+    ordered = sorted(set(names), key=lambda name: _sha256([name.encode()]))
+    if len(ordered) < 2:
+        raise DataError('the training split would be empty: use more sentences')
+    return set(ordered[: min(max(1, round(len(ordered) * fraction)), len(ordered) - 1)])
+
+
+class _Pairs(Sequence):
+    """The pairs of a TFDS data source, as tuples of strings."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __len__(self):
+        return len(self._source)
+
+    def __getitem__(self, index):
+        return self._pair(self._source[range(len(self))[index]])
+
+    def __iter__(self):
+        # All at once: read one by one, records of so few bytes take six times as long.
+        return map(self._pair, self._source.__getitems__(list(range(len(self)))))
+
+    @staticmethod
+    def _pair(record):
+        return record['source'].decode('utf-8'), record['target'].decode('utf-8')
+
+
+class _Images(_Pairs):
+    """The images of a TFDS data source, as tuples of an array and its class."""
+
+    @staticmethod
+    def _pair(record):
+        return record['image'], record['label']
 
 
 class _Documents(Sequence):

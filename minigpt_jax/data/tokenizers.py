@@ -31,6 +31,9 @@ class _SpecialTokens:
     bos_id: ClassVar[int] = _SPECIAL.index('<bos>')
     eos_id: ClassVar[int] = _SPECIAL.index('<eos>')
     unk_id: ClassVar[int] = _SPECIAL.index('<unk>')
+    mask_id: ClassVar[int] = pad_id  # hides a token of a running text, which has no padding
+
+    first_id: ClassVar[int] = len(_SPECIAL)  # of the vocabulary itself
 
     settings: ClassVar[tuple[str, ...]] = ()  # keys of the group `data` that `train` takes
 
@@ -253,10 +256,104 @@ def _reason(message: str, vocab_size: int) -> str:
     return f'{line}SentencePiece cannot learn from this text: {message.splitlines()[0]}'
 
 
+@dataclasses.dataclass(frozen=True)
+class PairTokenizer(_SpecialTokens):
+    """The tokenizers of source and target; one and the same for a joint vocabulary."""
+
+    source: Any
+    target: Any
+
+    kind: ClassVar[str] = 'pair'
+
+    @property
+    def vocab_size(self) -> tuple[int, int]:
+        """Number of ids of source and target."""
+        return self.source.vocab_size, self.target.vocab_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `tokenizer_from_dict` needs, ready for JSON."""
+        return {
+            'kind': self.kind,
+            'source': self.source.to_dict(),
+            'target': self.target.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> 'PairTokenizer':
+        """Undoes `to_dict`."""
+        return cls(tokenizer_from_dict(d['source']), tokenizer_from_dict(d['target']))
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchTokenizer:
+    """Square patches of grey images, row by row: what an image has in the place of tokens.
+
+    Attributes:
+        height, width: of the images, in pixels; multiples of `patch_size`.
+        patch_size: pixels on a side.
+        num_classes: of the images.
+        white: the largest value of a pixel, which becomes 1.
+    """
+
+    height: int
+    width: int
+    patch_size: int
+    num_classes: int
+    white: int
+
+    kind: ClassVar[str] = 'patches'
+
+    @property
+    def num_patches(self) -> int:
+        """T, patches of an image."""
+        return self.height * self.width // self.patch_size**2
+
+    @property
+    def vocab_size(self) -> tuple[int, int]:
+        """P, values of a patch, and the number of classes."""
+        return self.patch_size**2, self.num_classes
+
+    def encode(self, images: np.ndarray) -> np.ndarray:
+        """Returns patches_BTP, float32 from 0 to 1, of images of shape (B, height, width)."""
+        side = self.patch_size
+        grid = images.reshape(-1, self.height // side, side, self.width // side, side)
+        patches = grid.swapaxes(2, 3).reshape(len(images), self.num_patches, side**2)
+        return (patches / self.white).astype(np.float32)
+
+    def decode(self, patches: np.ndarray) -> np.ndarray:
+        """Undoes `encode`."""
+        side = self.patch_size
+        grid = patches.reshape(-1, self.height // side, self.width // side, side, side)
+        images = grid.swapaxes(2, 3).reshape(-1, self.height, self.width)
+        return np.rint(images * self.white).astype(np.uint8)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `tokenizer_from_dict` needs, ready for JSON."""
+        return {'kind': self.kind, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> 'PatchTokenizer':
+        """Undoes `to_dict`."""
+        return cls(**{name: value for name, value in d.items() if name != 'kind'})
+
+
 TOKENIZERS = {
     tokenizer.kind: tokenizer
     for tokenizer in (CharTokenizer, ByteTokenizer, SentencePieceTokenizer)
 }
+
+
+def train_pair_tokenizer(data: Any, pairs: Iterable[tuple[str, str]]) -> PairTokenizer:
+    """Learns a tokenizer each of sources and targets, or of both with `data.joint_vocabulary`.
+
+    Raises:
+        DataError: see `train_tokenizer`.
+    """
+    sources, targets = zip(*pairs, strict=True)
+    if data.joint_vocabulary:
+        joint = train_tokenizer(data, [*sources, *targets])
+        return PairTokenizer(joint, joint)
+    return PairTokenizer(train_tokenizer(data, sources), train_tokenizer(data, targets))
 
 
 def train_tokenizer(data: Any, documents: Iterable[str]):
@@ -281,4 +378,5 @@ def tokenizer_from_dict(d: dict[str, Any]):
     Raises:
         DataError: its kind is unknown.
     """
-    return choose(TOKENIZERS, d['kind'], 'the kind of the tokenizer').from_dict(d)
+    kinds = TOKENIZERS | {kind.kind: kind for kind in (PairTokenizer, PatchTokenizer)}
+    return choose(kinds, d['kind'], 'the kind of the tokenizer').from_dict(d)

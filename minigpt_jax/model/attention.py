@@ -118,15 +118,20 @@ def init_cache(batch_size, length, num_heads, d_head, dtype='float32'):
 
 
 class Attend(nnx.Module):
-    """Causal attention between queries, keys and values: all of a layer but its projections.
+    """Attention between queries, keys and values: all of a layer but its projections.
 
     In this order: a norm of each query and key over its K dimensions (`qk_norm`); the cache, whose
     keys are not yet marked by positions; positions, where they act inside attention; dot products.
 
-    Shapes: q_BTHK, k_BTHK, v_BTHK -> y_BTHK. A call may hold some of the layer's heads only,
-    counted from `first_head`. With a `cache` (see `init_cache`) the new keys and values stand at
-    `position`, `position + 1`, …, and queries attend to those of earlier calls as well. What a
-    cache holds behind them is ruled out by causality, so it need not be cleared.
+    `causal` lets a query see no later key. `cross` is for queries and keys of two texts, between
+    which there is no distance: positions do not act.
+
+    Shapes: q_BTHK, k_BSHK, v_BSHK -> y_BTHK, with S = T unless `cross`. Of the keys of row b the
+    first kv_lengths_B[b] count, where lengths are given. A call may hold some of the layer's heads
+    only, counted from `first_head`. With a `cache` (see `init_cache`) the new keys and values stand
+    at `position`, `position + 1`, …, and queries attend to those of earlier calls as well. What a
+    cache holds behind them is ruled out by causality, so it need not be cleared. With `cross` a
+    cache is complete (see `remember`), and no keys and values are given.
 
     Returns:
       (y_BTHK, cache): the cache with the new keys and values, or None where there was none.
@@ -135,7 +140,8 @@ class Attend(nnx.Module):
     section 2, whose scale of (K,), shared by all heads, this has.
     """
 
-    def __init__(self, config, *, rngs):
+    def __init__(self, config, *, causal=True, cross=False, rngs):
+        self.causal = causal and not cross
         self.dropout_rate, self.implementation = config.dropout_rate, config.attention
         self.dtype = config.dtype
         d_head = config.d_model // config.num_heads
@@ -143,15 +149,22 @@ class Attend(nnx.Module):
         self.unscale = 1.0 if config.scale_scores else d_head**0.5
         self.query_norm = make_norm(config, d_head, rngs=rngs) if config.qk_norm else None
         self.key_norm = make_norm(config, d_head, rngs=rngs) if config.qk_norm else None
-        positions = ATTENTION_POSITIONS.get(config.positions)
+        positions = None if cross else ATTENTION_POSITIONS.get(config.positions)
         self.positions = positions and positions(config, rngs=rngs)
+
+    def remember(self, k_BSHK, v_BSHK):
+        """Keys and values as a cache holds them: {'k_BSHK', 'v_BSHK'}."""
+        if self.key_norm is not None:
+            k_BSHK = self.key_norm(k_BSHK)
+        return {'k_BSHK': k_BSHK.astype(self.dtype), 'v_BSHK': v_BSHK.astype(self.dtype)}
 
     def __call__(
         self,
         q_BTHK,
-        k_BTHK,
-        v_BTHK,
+        k_BSHK=None,
+        v_BSHK=None,
         *,
+        kv_lengths_B=None,
         cache=None,
         position=0,
         first_head=0,
@@ -159,15 +172,16 @@ class Attend(nnx.Module):
         tap=NO_TAP,
     ):
         if self.query_norm is not None:
-            q_BTHK, k_BTHK = self.query_norm(q_BTHK), self.key_norm(k_BTHK)
-        q_BTHK, k_BSHK, v_BSHK = (x.astype(self.dtype) for x in (q_BTHK, k_BTHK, v_BTHK))
-        if cache is not None:
+            q_BTHK = self.query_norm(q_BTHK)
+        new = None if k_BSHK is None else self.remember(k_BSHK, v_BSHK)
+        q_BTHK = q_BTHK.astype(self.dtype)
+        if cache is not None and new is not None:
             start = (0, position, 0, 0)
             cache = {
-                'k_BSHK': jax.lax.dynamic_update_slice(cache['k_BSHK'], k_BSHK, start),
-                'v_BSHK': jax.lax.dynamic_update_slice(cache['v_BSHK'], v_BSHK, start),
+                name: jax.lax.dynamic_update_slice(cache[name], new[name], start) for name in cache
             }
-            k_BSHK, v_BSHK = cache['k_BSHK'], cache['v_BSHK']
+        held = new if cache is None else cache
+        k_BSHK, v_BSHK = held['k_BSHK'], held['v_BSHK']
         bias_BHTS = None
         if self.positions is not None:
             q_BTHK, k_BSHK, bias_BHTS = self.positions(q_BTHK, k_BSHK, position, first_head)
@@ -177,8 +191,9 @@ class Attend(nnx.Module):
             q_BTHK,
             k_BSHK,
             v_BSHK,
-            causal=True,
+            causal=self.causal,
             q_offset=position,
+            kv_lengths_B=kv_lengths_B,
             bias=bias_BHTS,
             dropout_rate=self.dropout_rate,
             dropout_key=dropout_key,
@@ -195,7 +210,9 @@ class Head(nnx.Module):
     """One attention head, attend(x W_Q, x W_K, x W_V), from x_BTD to y_BTK.
 
     With `attend` a `dot_product_attention`: softmax(x W_Q (x W_K)ᵀ / √K) x W_V, as y_BT1K. In a
-    layer it is the layer's `Attend`, and the result is (y_BT1K, cache).
+    layer it is the layer's `Attend`, and the result is (y_BT1K, cache). Keys and values may come
+    from another text, `memory_BSD`, or have been computed before: with `queries_only` the caller's
+    `attend` has them.
 
     Source: Vaswani et al. 2017, section 3.2.2.
     """
@@ -207,46 +224,73 @@ class Head(nnx.Module):
         self.key = dense(config, D, K, fan_out=D, rngs=rngs)
         self.value = dense(config, D, K, fan_out=D, gain=branch_gain(config), rngs=rngs)
 
-    def __call__(self, x_BTD, attend):
-        q_BT1K, k_BT1K, v_BT1K = (
-            project(x_BTD)[:, :, None] for project in (self.query, self.key, self.value)
-        )
-        return attend(q_BT1K, k_BT1K, v_BT1K)
+    def __call__(self, x_BTD, attend, *, memory_BSD=None, queries_only=False):
+        q_BT1K = self.query(x_BTD)[:, :, None]
+        if queries_only:
+            return attend(q_BT1K)
+        return attend(q_BT1K, *self.keys_values(x_BTD if memory_BSD is None else memory_BSD))
+
+    def keys_values(self, x_BSD):
+        """(k_BS1K, v_BS1K) of a text."""
+        return self.key(x_BSD)[:, :, None], self.value(x_BSD)[:, :, None]
 
 
 class MultiHeadAttention(nnx.Module):
     """Many heads side by side, concat(head₁ … head_H) W_O: the form of the textbooks.
 
-    Shapes: x_BTD -> y_BTD, each head of width K = D / H. With a `cache` (see `init_cache`) the
-    new tokens stand at `position`; returns (y_BTD, cache). Dropout on the weights of each head and
-    on the output.
+    The one attention layer of every model. Queries are of x. Keys and values are of x too, or with
+    `cross` of `memory_BSD`, the encoder's output (encoder-decoder attention).
 
-    Source: Vaswani et al. 2017, section 3.2.2.
+    Shapes: x_BTD -> y_BTD, each head of width K = D / H. Of the keys of row b the first
+    kv_lengths_B[b] count, where lengths are given. With a `cache` (see `init_cache`) the new tokens
+    stand at `position`; with `cross` it is what `remember` makes of the memory, once, which then is
+    not given. Returns (y_BTD, cache). Dropout on the weights of each head and on the output.
+
+    Source: Vaswani et al. 2017, sections 3.2.2 and 3.2.3.
     """
 
-    def __init__(self, config, *, rngs):
-        self.dropout_rate = config.dropout_rate
+    def __init__(self, config, *, causal=True, cross=False, rngs):
+        self.dropout_rate, self.cross = config.dropout_rate, cross
         self.heads = nnx.List([Head(config, rngs=rngs) for _ in range(config.num_heads)])
-        self.attend = Attend(config, rngs=rngs)
+        self.attend = Attend(config, causal=causal, cross=cross, rngs=rngs)
         self.out = residual_output(config, config.d_model, rngs=rngs)
 
-    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None, tap=NO_TAP):
+    def remember(self, memory_BSD):
+        """The keys and values of a memory, as a cache: {'k_BSHK', 'v_BSHK'}."""
+        parts = zip(*(head.keys_values(memory_BSD) for head in self.heads), strict=True)
+        return self.attend.remember(*(jnp.concatenate(part, axis=2) for part in parts))
+
+    def __call__(
+        self,
+        x_BTD,
+        *,
+        memory_BSD=None,
+        kv_lengths_B=None,
+        cache=None,
+        position=0,
+        dropout_key=None,
+        tap=NO_TAP,
+    ):
         *head_keys, out_key = split_key(dropout_key, len(self.heads) + 1)
         taps = [Tap(tap.names) for _ in self.heads]
         y_BTK, caches = [], []
         for h, head in enumerate(self.heads):
             attend = functools.partial(
                 self.attend,
+                kv_lengths_B=kv_lengths_B,
                 cache=cache and {name: x[:, :, h : h + 1] for name, x in cache.items()},
                 position=position,
                 first_head=h,
                 dropout_key=head_keys[h],
                 tap=taps[h],
             )
-            y_BT1K, head_cache = head(x_BTD, attend)
+            queries_only = self.cross and cache is not None
+            y_BT1K, head_cache = head(
+                x_BTD, attend, memory_BSD=memory_BSD, queries_only=queries_only
+            )
             y_BTK.append(y_BT1K[:, :, 0])
             caches.append(head_cache)
-        if cache is not None:
+        if cache is not None and not self.cross:
             cache = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *caches)
         for name, axis in (('attention_weights', 1), ('head_outputs', 2)):
             if tap.wants(name):
@@ -258,23 +302,53 @@ class MultiHeadAttention(nnx.Module):
 class FusedMultiHeadAttention(nnx.Module):
     """The same function as `MultiHeadAttention`, in the form that hardware likes.
 
-    All heads' queries, keys and values come from one projection of x, then a reshape; all heads
-    attend in one batched product. `fuse_heads` and `split_heads` convert the parameters.
+    All heads' queries, keys and values come from one projection of x, or with `cross` from one of x
+    and one of the memory, then a reshape; all heads attend in one batched product. `fuse_heads` and
+    `split_heads` convert the parameters.
     """
 
-    def __init__(self, config, *, rngs):
-        self.dropout_rate = config.dropout_rate
+    def __init__(self, config, *, causal=True, cross=False, rngs):
+        self.dropout_rate, self.cross = config.dropout_rate, cross
         D, H = config.d_model, config.num_heads
+        heads = (H, D // H)
         gains_311 = np.array([1, 1, branch_gain(config)], np.float32)[:, None, None]
-        self.qkv = dense(config, D, (3, H, D // H), fan_out=D, gain=gains_311, rngs=rngs)
-        self.attend = Attend(config, rngs=rngs)
+        if cross:
+            self.query = dense(config, D, heads, fan_out=D, rngs=rngs)
+            gains_211 = gains_311[1:]
+            self.key_value = dense(config, D, (2, *heads), fan_out=D, gain=gains_211, rngs=rngs)
+        else:
+            self.qkv = dense(config, D, (3, *heads), fan_out=D, gain=gains_311, rngs=rngs)
+        self.attend = Attend(config, causal=causal, cross=cross, rngs=rngs)
         self.out = residual_output(config, D, rngs=rngs)
 
-    def __call__(self, x_BTD, *, cache=None, position=0, dropout_key=None, tap=NO_TAP):
+    def remember(self, memory_BSD):
+        """The keys and values of a memory, as a cache: {'k_BSHK', 'v_BSHK'}."""
+        kv_BS2HK = self.key_value(memory_BSD)
+        return self.attend.remember(kv_BS2HK[:, :, 0], kv_BS2HK[:, :, 1])
+
+    def __call__(
+        self,
+        x_BTD,
+        *,
+        memory_BSD=None,
+        kv_lengths_B=None,
+        cache=None,
+        position=0,
+        dropout_key=None,
+        tap=NO_TAP,
+    ):
         weights_key, out_key = split_key(dropout_key, 2)
-        qkv_BT3HK = self.qkv(x_BTD)
+        if self.cross:
+            qkv = (self.query(x_BTD),)
+            if cache is None:
+                kv_BS2HK = self.key_value(memory_BSD)
+                qkv += tuple(kv_BS2HK[:, :, i] for i in range(2))
+        else:
+            qkv_BT3HK = self.qkv(x_BTD)
+            qkv = tuple(qkv_BT3HK[:, :, i] for i in range(3))
         y_BTHK, cache = self.attend(
-            *(qkv_BT3HK[:, :, i] for i in range(3)),
+            *qkv,
+            kv_lengths_B=kv_lengths_B,
             cache=cache,
             position=position,
             dropout_key=weights_key,
@@ -294,17 +368,30 @@ def fuse_heads(params):
     (K,) -> (3, H, K).
     """
     heads = [params['heads'][h] for h in sorted(params['heads'])]
-    qkv = {
-        name: jnp.stack(
-            [
-                jnp.stack([head[part][name] for head in heads], axis=-2)
-                for part in ('query', 'key', 'value')
-            ],
-            axis=-3,
+    return {'qkv': _stack_heads(heads, ('query', 'key', 'value'))} | _without(params, 'heads')
+
+
+def fuse_cross_heads(params):
+    """The same with `cross`: a query kernel (D, H, K), one of keys and values (D, 2, H, K)."""
+    heads = [params['heads'][h] for h in sorted(params['heads'])]
+    query = jax.tree.map(lambda x: x[..., 0, :, :], _stack_heads(heads, ('query',)))
+    key_value = _stack_heads(heads, ('key', 'value'))
+    return {'query': query, 'key_value': key_value} | _without(params, 'heads')
+
+
+def _stack_heads(heads, parts):
+    """Kernels (D, K) of some parts of H heads as (D, parts, H, K); biases as (parts, H, K)."""
+
+    def stack(name):
+        return jnp.stack(
+            [jnp.stack([head[part][name] for head in heads], axis=-2) for part in parts], axis=-3
         )
-        for name in heads[0]['query']
-    }
-    return {'qkv': qkv} | {name: x for name, x in params.items() if name != 'heads'}
+
+    return {name: stack(name) for name in heads[0]['query']}
+
+
+def _without(params, key):
+    return {name: x for name, x in params.items() if name != key}
 
 
 def split_heads(params):
@@ -317,4 +404,4 @@ def split_heads(params):
         }
         for h in range(num_heads)
     }
-    return {'heads': heads} | {name: x for name, x in params.items() if name != 'qkv'}
+    return {'heads': heads} | _without(params, 'qkv')

@@ -65,13 +65,13 @@ def dense(config, d_in, d_out, *, rngs, gain=1.0, fan_out=None):
 def residual_output(config, d_in, *, rngs):
     """The last dense layer of a residual branch, d_in -> D.
 
-    In `init` gpt2 its σ is 0.02/√(2·num_layers): the residual stream is a sum of 2·num_layers
-    branches, and the division keeps its variance from growing with depth (Radford et al. 2019,
-    section 2.3). DeepNorm has its own factor instead.
+    In `init` gpt2 its σ is 0.02/√(branches): the residual stream is a sum of two branches a layer,
+    of three with encoder-decoder attention, and the division keeps its variance from growing with
+    depth (Radford et al. 2019, section 2.3). DeepNorm has its own factor instead.
     """
     gain = branch_gain(config)
     if config.init == 'gpt2' and config.norm_placement != 'deepnorm':
-        gain = (2 * config.num_layers) ** -0.5
+        gain = num_branches(config) ** -0.5
     return dense(config, d_in, config.d_model, rngs=rngs, gain=gain)
 
 
@@ -169,21 +169,56 @@ class SandwichNorm(Residual):
 
 
 class DeepNorm(PostNorm):
-    """norm(α x + branch(x)) with α = (2N)^¼, and branches that start smaller, by β = (8N)^-¼.
+    """norm(α x + branch(x)), and branches that start smaller, by β.
 
-    N is the number of layers of a decoder. Source: Wang et al. 2022 (DeepNet), figure 2.
+    - a stack of M layers alone: α = (2M)^¼, β = (8M)^-¼;
+    - an encoder of N layers under a decoder of M: α = 0.81 (N⁴M)^¹⁄₁₆, β = 0.87 (N⁴M)^-¹⁄₁₆;
+    - that decoder: α = (3M)^¼, β = (12M)^-¼.
+
+    Source: Wang et al. 2022 (DeepNet), figure 2.
     """
 
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
-        self.alpha = (2 * config.num_layers) ** 0.25
+        self.alpha = deepnorm_factors(config)[0]
 
     def add(self, x_BTD, y_BTD):
         return self.alpha * x_BTD + y_BTD
 
     @staticmethod
     def branch_gain(config):
-        return (8 * config.num_layers) ** -0.25
+        return deepnorm_factors(config)[1]
+
+
+def deepnorm_factors(config):
+    """(α, β) of the stack that `config` is for: see `DeepNorm`."""
+    M = config.num_layers
+    if stack_of(config) == 'decoder':
+        return (3 * M) ** 0.25, (12 * M) ** -0.25
+    if stack_of(config) == 'encoder':
+        depth = config.encoder_layers**4 * M
+        return 0.81 * depth ** (1 / 16), 0.87 * depth ** (-1 / 16)
+    return (2 * M) ** 0.25, (8 * M) ** -0.25
+
+
+def stack_of(config):
+    """Which stack of layers `config` is for: 'encoder' or 'decoder' of the two, else 'alone'."""
+    return config.get('stack', 'alone')
+
+
+def num_branches(config):
+    """Residual branches of the stack that `config` is for."""
+    if stack_of(config) == 'encoder':
+        return 2 * config.encoder_layers
+    return (3 if stack_of(config) == 'decoder' else 2) * config.num_layers
+
+
+def for_stack(config, stack):
+    """A copy of the group `model` for one stack of an encoder-decoder, 'encoder' or 'decoder'."""
+    copy = config.copy_and_resolve_references()
+    with copy.unlocked():
+        copy.stack = stack
+    return copy
 
 
 class NoNorm(Residual):

@@ -105,6 +105,32 @@ def cost_figure(axes: Axes, points: Sequence[Point]) -> Figure:
     return figure
 
 
+@styled
+def attention_figure(
+    weights: np.ndarray, keys: Sequence[str], queries: Sequence[str], title: str
+) -> Figure:
+    """Attention weights, from 0 (white) to 1: a row for each query, a column for each key."""
+    size = 0.2 * np.array([len(keys), len(queries)]) + (2.2, 1.3)
+    figure = Figure(figsize=np.clip(size, (4.5, 2.5), (24, 24)))
+    plot = figure.subplots()
+    image = plot.imshow(weights, cmap='Blues', vmin=0, vmax=1, aspect='auto')
+    plot.set_xticks(range(len(keys)), map(_visible, keys))
+    for label in plot.get_xticklabels():
+        label.set_rotation(90 if len(label.get_text()) > 2 else 0)
+    plot.set_yticks(range(len(queries)), map(_visible, queries))
+    plot.set_xlabel('attended to (source)')
+    plot.set_ylabel('chosen (target)')
+    plot.set_title(title)
+    plot.grid(False)
+    figure.colorbar(image, ax=plot, label='attention weight')
+    return figure
+
+
+def _visible(token: str) -> str:
+    """A token as a label: a space and a line's end would not be seen."""
+    return token.replace(' ', '␣').replace('\n', '⏎')
+
+
 Curve = Sequence[tuple[int, float]]  # (step, loss)
 
 

@@ -250,6 +250,7 @@ def _results(sweep: Sweep) -> str:
         'bits_per_byte': 'bits/byte',
         'exact_match': 'exact match',
         'bleu': 'BLEU',
+        'accuracy': 'accuracy',
     }
     columns = {
         key: header

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import shutil
 import sys
 import time
@@ -154,18 +155,21 @@ def _read_tokenizer(path):
     described = read_json(path, 'tokenizer')
     try:
         tokenizer = tokenizer_from_dict(described)
-        tokenizer.encode('')  # SentencePiece reads its model when first asked
+        _ = tokenizer.vocab_size  # SentencePiece reads its model when first asked
         return tokenizer
     except Exception as error:  # whatever a library says of what it cannot read
         raise DamagedError(f'{path}: damaged ({type(error).__name__}: {_reason(error)})') from error
 
 
-def load_run(workdir):
+def load_run(workdir, average=1):
     """The one door to a trained run: its newest readable checkpoint, ready for `nnx.merge`.
 
+    With `average` above 1 its parameters are the mean over that many newest checkpoints (Vaswani et
+    al. 2017, section 6.1).
+
     Raises:
-      RunError: if `workdir` holds no run, a whole sweep, a run of an earlier version, or no
-        readable checkpoint.
+      RunError: if `workdir` holds no run, a whole sweep, a run of an earlier version, no readable
+        checkpoint, or fewer than `average`.
     """
     config = read_config(workdir) if workdir.is_dir() else None
     if config is None:
@@ -187,10 +191,18 @@ def load_run(workdir):
         raise RunError(f'{workdir}: no checkpoint yet; train it first, with the same --workdir')
     tokenizer = _read_tokenizer(tokenizer_file)
     state = jax.eval_shape(steps.make_init(config, tokenizer.vocab_size), 0)
-    step, state = restore_newest([checkpoints], state)
-    checkpoints.close()
+    with contextlib.closing(checkpoints):
+        restored = itertools.islice(_readable([checkpoints], state), average)
+        numbers, states = zip(*restored, strict=True)
+    if len(states) < average:
+        raise RunError(
+            f'{workdir}: has {len(states)} checkpoints, too few for an average of {average}; '
+            f'train with --config.train.keep={average} or more'
+        )
+    all_params = [state.params for (state,) in states]
+    params = jax.tree.map(lambda *x: sum(x) / average, *all_params)
     model = steps.build_model(config, tokenizer.vocab_size)
-    return Run(config, tokenizer, model, state[0].params, step)
+    return Run(config, tokenizer, model, params, numbers[0])
 
 
 def restore_newest(all_checkpoints, abstract_state):
@@ -204,13 +216,24 @@ def restore_newest(all_checkpoints, abstract_state):
     common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
     if not common and any(c.steps() for c in all_checkpoints):
         print('seeds without a checkpoint in common: they start again', file=sys.stderr, flush=True)
-    error = None
-    for step in sorted(common, reverse=True):
+    return next(_readable(all_checkpoints, abstract_state), (0, None))
+
+
+def _readable(all_checkpoints, abstract_state):
+    """Yields (step, a state for each), newest first; those that cannot be read are named.
+
+    Raises:
+      DamagedError: if there are some, and none can be read.
+    """
+    error, found = None, False
+    for step in sorted(set.intersection(*(set(c.steps()) for c in all_checkpoints)), reverse=True):
         try:
-            return step, [c.restore(step, abstract_state) for c in all_checkpoints]
+            states = [c.restore(step, abstract_state) for c in all_checkpoints]
         except DamagedError as e:
             error = e
             print(f'{e}; trying the one before', file=sys.stderr, flush=True)
-    if error is not None:
+        else:
+            found = True
+            yield step, states
+    if error is not None and not found:
         raise DamagedError(f'{error}; none before it is readable: remove them to start again')
-    return 0, None

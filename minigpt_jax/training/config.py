@@ -17,7 +17,7 @@ from minigpt_jax.data.tokenizers import TOKENIZERS
 from minigpt_jax.model.attention import ATTENTION_FORMS, IMPLEMENTATIONS
 from minigpt_jax.model.layers import INITS, NORM_PLACEMENTS, NORMS
 from minigpt_jax.model.positions import POSITIONS
-from minigpt_jax.model.transformer import ACTIVATIONS
+from minigpt_jax.model.transformer import ACTIVATIONS, MODELS
 from minigpt_jax.report.tables import write_atomically
 from minigpt_jax.training.optim import OPTIMIZERS, SCHEDULES, check_rules
 
@@ -95,12 +95,21 @@ KEYS = {
     'data.path': ((str, None), _anything),
     'data.tokenizer': (str, _one_of(TOKENIZERS)),
     'data.vocab_size': ((int, None), _number(lambda x: 0 < x <= 10**6, 'from 1 to 1000000')),
+    'data.joint_vocabulary': (bool, _anything),
+    'data.source_language': (str, _anything),
+    'data.target_language': (str, _anything),
     'data.batch_size': (int, _positive),
+    'data.tokens_per_batch': ((int, None), _positive),
+    'data.num_buckets': (int, _positive),
+    'data.mask_rate': (float, _fraction),
+    'data.patch_size': (int, _positive),
     'data.validation_fraction': (float, _fraction),
+    'model.family': (str, _one_of(MODELS)),
     'model.d_model': (int, _positive),
     'model.num_heads': (int, _positive),
     'model.d_ff': ((int, None), _positive),
     'model.num_layers': (int, _positive),
+    'model.encoder_layers': ((int, None), _positive),
     'model.context_length': (int, _positive),
     'model.norm_placement': (str, _one_of(NORM_PLACEMENTS)),
     'model.norm': (str, _one_of(NORMS)),
@@ -113,6 +122,7 @@ KEYS = {
     'model.attention': (str, _one_of(IMPLEMENTATIONS)),
     'model.dropout_rate': (float, _below_one),
     'model.tie_embeddings': (bool, _anything),
+    'model.joint_embeddings': (bool, _anything),
     'model.use_bias': (bool, _anything),
     'model.init': (str, _one_of(INITS)),
     'model.dtype': (str, _one_of(DTYPES)),
@@ -132,12 +142,14 @@ KEYS = {
     'train.steps_per_call': (int, _positive),
     'train.seeds': (str, _one_of(SEED_MODES)),
     'train.accumulation_steps': (int, _positive),
+    'train.label_smoothing': (float, _below_one),
     'train.log_every': (int, _positive),
     'train.log_layer_norms': (bool, _anything),
     'train.checkpoint_every': (int, _positive),
     'train.keep': (int, _number(lambda x: x >= 2, '2 or more')),
     'eval.every': (int, _positive),
     'eval.batch_size': (int, _positive),
+    'eval.decoded_pairs': (int, _not_negative),
     'eval.sample_prompt': ((str, None), _anything),
     'eval.sample_tokens': (int, _not_negative),
     'mesh.data': (int, _devices),
@@ -228,8 +240,9 @@ def is_utf8(text):
 def resolve(config):
     """A copy of `config`, complete and checked: derived values filled in, every key valid.
 
-    `model.d_ff` of None becomes 4 · d_model (Vaswani et al. 2017 and GPT-2 both use 4), and
-    `data.vocab_size` of None, where it is learned to a size, `VOCAB_SIZE`.
+    `model.d_ff` of None becomes 4 · d_model (Vaswani et al. 2017 and GPT-2 both use 4),
+    `data.vocab_size` of None, where it is learned to a size, `VOCAB_SIZE`, and
+    `model.encoder_layers` of None, where there is an encoder, `model.num_layers`.
 
     Raises:
       ConfigError: for a missing or unknown key, a wrong type, an unknown choice.
@@ -244,6 +257,8 @@ def resolve(config):
             config.model.d_ff = 4 * config.model.d_model
         if config.data.vocab_size is None and _learns_to_size(config):
             config.data.vocab_size = VOCAB_SIZE
+        if config.model.encoder_layers is None and config.model.family == 'encoder_decoder':
+            config.model.encoder_layers = config.model.num_layers
     _check_together(config)
     return config
 
@@ -252,11 +267,58 @@ def _learns_to_size(config):
     return 'vocab_size' in TOKENIZERS[config.data.tokenizer].settings
 
 
-def _check_together(config):
-    if config.data.path is not None and config.data.corpus != 'text':
+CONTENTS = {'decoder': 'text', 'encoder': 'text', 'encoder_decoder': 'pairs', 'image': 'images'}
+
+# Keys that mean something to one family alone: {key: (family, its value elsewhere)}.
+ONLY_FOR = {
+    'model.encoder_layers': ('encoder_decoder', None),
+    'model.joint_embeddings': ('encoder_decoder', False),
+    'data.joint_vocabulary': ('encoder_decoder', False),
+    'data.tokens_per_batch': ('encoder_decoder', None),
+    'data.num_buckets': ('encoder_decoder', 1),
+    'data.mask_rate': ('encoder', 0.15),
+    'data.patch_size': ('image', 2),
+}
+
+
+def _check_family(config):
+    family, corpus = config.model.family, config.data.corpus
+    contents = {name: builder.content for name, builder in CORPORA.items()}
+    if contents.get(corpus, 'text') != CONTENTS[family]:
+        wanted = [name for name, content in contents.items() if content == CONTENTS[family]]
         raise ImpossibleError(
-            f'data.path={config.data.path}: is read with data.corpus=text alone, and it is '
-            f'{config.data.corpus}; set --config.data.corpus=text, or leave the path out'
+            f'data.corpus={corpus}: model.family={family} learns from {CONTENTS[family]}; '
+            f'choose from {", ".join(wanted)}, or build on another recipe'
+        )
+    for key, (only, neutral) in ONLY_FOR.items():
+        if family != only and (value := get_key(config, key)) != neutral:
+            raise ImpossibleError(f'{key}={value}: for model.family={only} alone')
+    if family != 'encoder_decoder':
+        return
+    if config.model.joint_embeddings and not config.data.joint_vocabulary:
+        raise ImpossibleError(
+            'model.joint_embeddings: one table for two vocabularies; set '
+            'data.joint_vocabulary=True as well'
+        )
+    if config.data.num_buckets > 1 and config.train.seeds in ('map', 'vmap'):
+        raise ImpossibleError(
+            f'train.seeds={config.train.seeds}: the seeds of a program share a shape, which '
+            f'data.num_buckets={config.data.num_buckets} do not; set train.seeds=separate'
+        )
+    if config.data.num_buckets > 1 and config.train.steps_per_call > 1:
+        raise ImpossibleError(
+            f'train.steps_per_call={config.train.steps_per_call}: the steps of a call share a '
+            f'shape, which data.num_buckets={config.data.num_buckets} do not; set one of them to 1'
+        )
+
+
+def _check_together(config):
+    _check_family(config)
+    files = ('text', 'parallel')
+    if config.data.path is not None and config.data.corpus not in files:
+        raise ImpossibleError(
+            f'data.path={config.data.path}: is read with data.corpus={" or ".join(files)} alone, '
+            f'and it is {config.data.corpus}; set that as well, or leave the path out'
         )
     if config.data.vocab_size is not None and not _learns_to_size(config):
         sized = ' or '.join(name for name, kind in TOKENIZERS.items() if kind.settings)
@@ -296,7 +358,8 @@ def _check_together(config):
                 f'{key}={value}: must be a multiple of train.steps_per_call={per_call}, '
                 f'for example {per_call * max(1, round(value / per_call))}'
             )
-    if config.data.batch_size % config.train.accumulation_steps:
+    by_tokens = config.data.tokens_per_batch is not None  # in batches that it makes divisible
+    if not by_tokens and config.data.batch_size % config.train.accumulation_steps:
         raise ImpossibleError(
             f'train.accumulation_steps={config.train.accumulation_steps}: must divide '
             f'data.batch_size={config.data.batch_size}'
@@ -330,7 +393,7 @@ def describe_environment(corpus):
     """What produced a result: command, packages, device, git commit, corpus."""
     packages = (
         'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy', 'sentencepiece',
-        'tensorflow-datasets',
+        'tensorflow-datasets', 'babel',
     )  # fmt: skip
     device = jax.devices()[0]
     return {

@@ -1,7 +1,6 @@
 """One run, or the runs of several seeds in one program: train, evaluate, save, resume, sample."""
 
 import contextlib
-import functools
 import math
 import statistics
 import time
@@ -10,22 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minigpt_jax.data.batches import training_batch, training_batches, validation_batches
-from minigpt_jax.inference.decoding import continue_text
 from minigpt_jax.model.transformer import flops_per_token
 from minigpt_jax.report.writers import Progress, RunWriter, read_lines
 from minigpt_jax.training import checkpoint, sharding, steps
-from minigpt_jax.training.config import ConfigError, DamagedError, write_json
+from minigpt_jax.training.config import DamagedError, write_json
 from minigpt_jax.training.optim import parameter_name
-
-SAMPLE_TEMPERATURE = 0.8
+from minigpt_jax.training.tasks import TASKS
 
 
 class Program:
     """Everything compiled for a configuration and a number of seeds; runs of any seed share it.
 
     Attributes:
-      train_call, evaluate: compiled; see `steps.make_train_call`, `steps.make_evaluate`.
+      task: what the model's family learns, see `tasks`.
       compile_s: seconds that this took.
       peak_memory_mb: what the compiler reserves for a train call, per device and per seed, in MiB:
         arguments + outputs − aliased + temporaries.
@@ -33,17 +29,13 @@ class Program:
 
     def __init__(self, config, corpus, num_seeds=1):
         self.config, self.corpus, self.num_seeds = config, corpus, num_seeds
+        self.task = TASKS[config.model.family](config, corpus)
         self.mode = 'separate' if num_seeds == 1 else seed_mode(config)
         self.mesh = sharding.make_mesh(config.mesh)
         self.vocab_size = corpus.tokenizer.vocab_size
         self.model = steps.build_model(config, self.vocab_size)
         self.init = steps.make_init(config, self.vocab_size)
         self.abstract_state = jax.eval_shape(self.init, 0)
-        self.validation = validation_batches(
-            corpus.validation_tokens,
-            context_length=config.model.context_length,
-            batch_size=config.eval.batch_size,
-        )
         self._compile()
 
     def _compile(self):
@@ -54,19 +46,11 @@ class Program:
         rows = sharding.batch_sharding(self.mesh, leading_axes=1)
         self.state_sharding, self.batch_sharding = everywhere, batch
 
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((*seeds, *x.shape), x.dtype),
-            self.abstract_state,
-        )
-        tokens = jax.ShapeDtypeStruct(
-            (
-                *seeds,
-                config.train.steps_per_call,
-                config.data.batch_size,
-                config.model.context_length + 1,
-            ),
-            jnp.int32,
-        )
+        def of_all_seeds(tree):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*seeds, *x.shape), x.dtype), tree)
+
+        state, validation = of_all_seeds(self.abstract_state), self.task.validation()
+        shapes = {_shape(x): x for x in map(of_all_seeds, self.task.abstract_batches())}
         started = time.monotonic()
         train_call = jax.jit(
             steps.make_train_call(config, self.model, self.mode),
@@ -74,18 +58,30 @@ class Program:
             out_shardings=(everywhere, everywhere),
             donate_argnums=0,
         )
-        self.train_call = train_call.lower(state, tokens).compile()
         evaluate = jax.jit(
-            steps.make_evaluate(self.model, self.mode),
-            in_shardings=(everywhere, rows, rows),
+            steps.make_evaluate(self.model, self.mode, self.task.losses),
+            in_shardings=(everywhere, rows),
             out_shardings=everywhere,
         )
-        self.evaluate = evaluate.lower(state.params, *self.validation).compile()
+        self._train_calls = {
+            shape: train_call.lower(state, x).compile() for shape, x in shapes.items()
+        }
+        self._evaluates = [evaluate.lower(state.params, x).compile() for x in validation]
+        self._validation = jax.device_put(validation, rows)
         self.compile_s = time.monotonic() - started
-        self.peak_memory_mb = _peak_memory(
-            self.train_call.memory_analysis(), self.num_seeds, self.mode
+        self.peak_memory_mb = max(
+            _peak_memory(call.memory_analysis(), self.num_seeds, self.mode)
+            for call in self._train_calls.values()
         )
-        self.validation = jax.device_put(self.validation, rows)
+
+    def train_call(self, state, batches):
+        """(state, metrics) after the steps of a call; see `steps.make_train_call`."""
+        return self._train_calls[_shape(batches)](state, batches)
+
+    def evaluate(self, params):
+        """(sum of losses, number of targets) of the validation split; see `make_evaluate`."""
+        parts = [f(params, x) for f, x in zip(self._evaluates, self._validation, strict=True)]
+        return jax.tree.map(lambda *x: sum(x), *parts)
 
     def start(self, states):
         """One state on the devices, from a state for each seed."""
@@ -98,11 +94,19 @@ class Program:
         return tree if self.num_seeds == 1 else jax.tree.map(lambda x: x[index], tree)
 
 
+def _shape(batches):
+    """What tells the batches of one program from those of another."""
+    return tuple(x.shape for x in jax.tree.leaves(batches))
+
+
 def seed_mode(config):
     """How the seeds of a point train together: `train.seeds`, with `auto` decided.
 
     One after the other in one program on a CPU, where batching brings nothing; at once elsewhere.
+    Apart where batches have several shapes: the seeds would need one and the same in each step.
     """
+    if config.train.seeds == 'auto' and config.data.num_buckets > 1:
+        return 'separate'
     if config.train.seeds != 'auto':
         return config.train.seeds
     return 'map' if jax.default_backend() == 'cpu' else 'vmap'
@@ -159,14 +163,15 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
     summaries = []
     for e, (seed, run_dir) in enumerate(zip(seeds, run_dirs, strict=True)):
         own = program.of_seed(state, e)
-        final = _final_metrics(run_dir) if own.finite else {}
+        final = _final_metrics(run_dir, program.task.judged) if own.finite else {}
         if not own.finite:
             outcome = {'status': 'diverged', 'error': diagnose(program, own)}
         elif not math.isfinite(final['val_loss']):
             # The loss of a step is taken before its update: the last update is judged here.
             outcome = {'status': 'diverged', 'error': f'validation loss {final["val_loss"]}'}
         else:
-            write_sample(program, own.params, run_dir)
+            text = program.task.sample(program.model, own.params)
+            (run_dir / 'samples.txt').write_text(text + '\n', encoding='utf-8')
             outcome = {'status': 'ok', 'error': None, **final}
         outcome = {**identity, 'seed': seed, 'steps': int(own.step), **outcome}
         summaries.append(summarize(program, run_dir, outcome))
@@ -209,10 +214,15 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
             values = [_log_values(program.of_seed(metrics, e)) for e in range(num_seeds)]
             losses['loss'] = np.mean([value['train_loss'] for value in values])
         if evaluates:
-            for value, val_loss in zip(values, evaluate(program, state), strict=True):
+            for e, (value, val_loss) in enumerate(
+                zip(values, evaluate(program, state), strict=True)
+            ):
                 value['val_loss'] = val_loss
-            losses['val_loss'] = np.mean([value['val_loss'] for value in values])
-        timing = _timing(config, seconds, window_wait, step - window_step, num_seeds)
+                value |= program.task.judge(program.model, program.of_seed(state.params, e))
+            for name in ('val_loss', *program.task.judged):
+                if name in values[0]:
+                    losses[name] = np.mean([value[name] for value in values])
+        timing = _timing(program, seconds, window_wait, step - window_step)
         for e, writer in enumerate(writers):
             if finite[e] and now_finite[e]:
                 if values[e]:
@@ -235,36 +245,25 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
     return state
 
 
-def _timing(config, seconds, wait, num_steps, num_seeds):
+def _timing(program, seconds, wait, num_steps):
     """A line of timing.jsonl: shares of one seed, but tokens/s of the whole program."""
+    num_seeds, tokens = program.num_seeds, num_steps * program.task.tokens_per_step()
     return {
         'seconds': seconds / num_seeds,
         'step_ms': 1e3 * seconds / num_seeds / num_steps,
-        'tokens_per_second': num_seeds * num_steps * tokens_per_step(config) / seconds,
+        'tokens_per_second': num_seeds * tokens / seconds,
         'data_wait_s': wait / num_seeds,
     }
 
 
 def _batches(program, seeds, first_step):
-    """tokens_KBT1, or tokens_EKBT1 of several seeds, for each call from `first_step` on."""
-    config = program.config
-    streams = [
-        training_batches(
-            program.corpus.train_tokens,
-            context_length=config.model.context_length,
-            batch_size=config.data.batch_size,
-            seed=seed,
-            steps_per_call=config.train.steps_per_call,
-            first_step=first_step,
-        )
-        for seed in seeds
-    ]
-    return streams[0] if len(streams) == 1 else map(np.stack, zip(*streams, strict=True))
-
-
-def tokens_per_step(config):
-    """Tokens that one optimizer step trains on."""
-    return config.data.batch_size * config.model.context_length
+    """What each call from `first_step` on trains on; of several seeds with a leading axis E."""
+    streams = [program.task.batches(seed, first_step) for seed in seeds]
+    if len(streams) == 1:
+        return streams[0]
+    return (
+        jax.tree.map(lambda *x: np.stack(x), *of_seeds) for of_seeds in zip(*streams, strict=True)
+    )
 
 
 def _log_values(metrics_K):
@@ -277,77 +276,37 @@ def _log_values(metrics_K):
 
 def evaluate(program, state):
     """Mean loss over the whole validation split for each seed, every token once, nats a token."""
-    total, count = jax.device_get(program.evaluate(state.params, *program.validation))
+    total, count = jax.device_get(program.evaluate(state.params))
     return [float(x) for x in np.atleast_1d(total / count)]
 
 
-def write_sample(program, params, run_dir):
-    """Writes `samples.txt`: the same prompt and key for every run of a sweep."""
-    config = program.config
-    text = continue_text(
-        program.model,
-        params,
-        program.corpus.tokenizer,
-        config.model.context_length,
-        sample_prompt(config, program.corpus),
-        num_tokens=config.eval.sample_tokens,
-        temperature=SAMPLE_TEMPERATURE,
-    )[0]
-    (run_dir / 'samples.txt').write_text(text + '\n', encoding='utf-8')
-
-
-def sample_prompt(config, corpus):
-    """`eval.sample_prompt`, or the first words of the validation text, within its first line.
-
-    Raises:
-      ConfigError: if it is empty, or the tokenizer does not know one of its symbols.
-    """
-    prompt = config.eval.sample_prompt
-    if prompt is None:
-        # A token may be part of a character: of the last one there may be too few.
-        text = corpus.tokenizer.decode(corpus.validation_tokens[:200]).rstrip('\ufffd')
-        known = [line for line in text.splitlines() if line.strip() and '<' not in line]
-        prompt = ' '.join((known or [text])[0].split()[:3])[:24]
-    if not prompt:
-        raise ConfigError('eval.sample_prompt is empty: give at least one symbol')
-    if unknown := corpus.tokenizer.unknown_symbols(prompt):
-        raise ConfigError(
-            f'eval.sample_prompt={prompt!r}: unknown symbols {" ".join(map(repr, unknown))}'
-        )
-    return prompt
-
-
-def _final_metrics(run_dir):
+def _final_metrics(run_dir, judged):
     path = run_dir / 'metrics.jsonl'
     found = {}
     for line in read_lines(path):
-        found |= {key: line[key] for key in ('train_loss', 'val_loss') if key in line}
-    if len(found) < 2:
+        found |= {key: line[key] for key in ('train_loss', 'val_loss', *judged) if key in line}
+    if not {'train_loss', 'val_loss'} <= set(found):
         raise DamagedError(f'{path}: its lines are gone; remove {run_dir} to train this run again')
     return found
 
 
 def summarize(program, run_dir, outcome):
     """Writes and returns `summary.json`: the run's row of results.csv, from what came of it."""
-    config, corpus = program.config, program.corpus
+    config, task = program.config, program.task
     timing = read_lines(run_dir / 'timing.jsonl')
     val_loss = outcome.get('val_loss')
-    bits = None
-    if val_loss is not None and not corpus.unknown_share:
-        nats = val_loss * (len(corpus.validation_tokens) - 1)
-        bits = nats / math.log(2) / corpus.validation_bytes
     summary = {
         **model_columns(config),
         'num_params': sum(
             x.size for x in jax.tree.leaves(steps.abstract_params(config, program.vocab_size))
         ),
-        'tokens_seen': outcome['steps'] * tokens_per_step(config),
+        'tokens_seen': outcome['steps'] * task.tokens_per_step(),
         # Beyond exp(700) a float overflows, and the number says no more than that.
         'val_perplexity': None if val_loss is None or val_loss > 700 else math.exp(val_loss),
-        'bits_per_byte': bits,
+        **task.columns(val_loss),
         'tokens_per_second': _median(timing, 'tokens_per_second'),
         'step_ms': _median(timing, 'step_ms'),
-        'flops_per_token': flops_per_token(config.model, program.vocab_size),
+        'flops_per_token': flops_per_token(config.model, task.output_size),
         'peak_memory_mb': program.peak_memory_mb,
         'compile_s': program.compile_s / program.num_seeds,
         'train_s': sum(line['seconds'] for line in timing),
@@ -373,20 +332,13 @@ def diagnose(program, state):
 
     The state is the one that met the batch (see `steps.make_train_step`).
     """
-    config, corpus = program.config, program.corpus
-    step = int(state.step)
-    tokens_BT1 = training_batch(
-        corpus.train_tokens,
-        context_length=config.model.context_length,
-        batch_size=config.data.batch_size,
-        seed=int(state.seed),
-        step=step,
-    )
+    config, step = program.config, int(state.step)
+    batch = program.task.batch(int(state.seed), step)
     key = steps.dropout_key(config, state)
     loss, grads = steps.loss_and_gradient(
-        functools.partial(steps.token_losses, model=program.model),
+        steps.training_losses(config, program.model),
         state.params,
-        {'tokens_BT1': jnp.asarray(tokens_BT1)},
+        jax.tree.map(jnp.asarray, batch),
         key,
         config.train.accumulation_steps,
     )
@@ -395,9 +347,8 @@ def diagnose(program, state):
         for path, grad in jax.tree_util.tree_leaves_with_path(grads)
         if not jnp.isfinite(grad).all()
     ]
-    text = corpus.tokenizer.decode(tokens_BT1[0])
     return (
         f'step {step + 1}: loss {float(loss):.4g}; first gradient that is not finite: '
         f'{broken[0] if broken else "none alone, but their norm"}; '
-        f'first text of the batch: {text[:80]!r}'
+        f'first text of the batch: {program.task.first_text(batch)[:80]!r}'
     )

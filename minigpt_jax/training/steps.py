@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from minigpt_jax.model.transformer import MiniGPT, unstack_layers
+from minigpt_jax.model.transformer import MODELS, unstack_layers
 from minigpt_jax.training.losses import next_token_loss
 from minigpt_jax.training.optim import make_optimizer, make_schedule, parameter_name
 
@@ -39,7 +39,12 @@ def abstract_params(config, vocab_size):
 
 
 def _abstract_model(config, vocab_size):
-    return nnx.eval_shape(lambda: MiniGPT(config.model, vocab_size, rngs=nnx.Rngs(params=0)))
+    return nnx.eval_shape(lambda: _new_model(config, vocab_size, jax.random.key(0)))
+
+
+def _new_model(config, vocab_size, key):
+    """`vocab_size` is a pair, of source and target, for an encoder-decoder."""
+    return MODELS[config.model.family](config.model, vocab_size, rngs=nnx.Rngs(params=key))
 
 
 def make_init(config, vocab_size):
@@ -48,8 +53,7 @@ def make_init(config, vocab_size):
 
     @jax.jit
     def init(seed):
-        rngs = nnx.Rngs(params=seed_keys(seed)[0])
-        params = nnx.split(MiniGPT(config.model, vocab_size, rngs=rngs))[1]
+        params = nnx.split(_new_model(config, vocab_size, seed_keys(seed)[0]))[1]
         return TrainState(
             params=params,
             opt_state=optimizer.init(params),
@@ -62,8 +66,9 @@ def make_init(config, vocab_size):
 
 
 def make_train_step(config, model):
-    """(state, tokens_BT1) -> (state, metrics): one optimizer step on one batch.
+    """(state, batch) -> (state, metrics): one optimizer step on one batch.
 
+    A batch is a dict that the family's losses read (see `LOSSES`), or tokens_BT1 alone.
     A step whose loss or gradient is not finite leaves the state as it was but for `finite`, and so
     do all steps after it: the host finds the state that met the batch. Dropout draws from
     fold_in(seed, step), so that nothing but the state decides a step.
@@ -71,11 +76,13 @@ def make_train_step(config, model):
     optimizer = make_optimizer(config.optim, config.train.steps)
     schedule = make_schedule(config.optim, config.train.steps)
 
-    def train_step(state, tokens_BT1):
+    losses = training_losses(config, model)
+
+    def train_step(state, batch):
         loss, grads = loss_and_gradient(
-            functools.partial(token_losses, model=model),
+            losses,
             state.params,
-            {'tokens_BT1': tokens_BT1},
+            batch if isinstance(batch, dict) else {'tokens_BT1': batch},
             dropout_key(config, state),
             config.train.accumulation_steps,
         )
@@ -100,14 +107,60 @@ def make_train_step(config, model):
     return train_step
 
 
-def token_losses(params, batch, key, *, model):
+def token_losses(params, batch, key, *, model, smoothing=0.0):
     """(sum of next-token losses in nats, number of targets) of a batch.
 
     `batch` holds tokens_BT1 and, where some targets do not count, mask_BT.
     """
     tokens_BT1 = batch['tokens_BT1']
     logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1], dropout_key=key)
-    return next_token_loss(logits_BTV, tokens_BT1[:, 1:], batch.get('mask_BT'))
+    return next_token_loss(logits_BTV, tokens_BT1[:, 1:], batch.get('mask_BT'), smoothing)
+
+
+def pair_losses(params, batch, key, *, model, smoothing=0.0):
+    """(sum of losses in nats, number of targets) of pairs, each target token given those before.
+
+    `batch` holds source_BS with source_lengths_B, and target_BT1, from BOS to EOS, with the number
+    of its targets, target_lengths_B. A row of padding alone has lengths of 0.
+    """
+    target_BT1 = batch['target_BT1']
+    logits_BTV = nnx.merge(model, params)(
+        batch['source_BS'], batch['source_lengths_B'], target_BT1[:, :-1], dropout_key=key
+    )
+    mask_BT = jnp.arange(logits_BTV.shape[1]) < batch['target_lengths_B'][:, None]
+    return next_token_loss(logits_BTV, target_BT1[:, 1:], mask_BT, smoothing)
+
+
+def masked_losses(params, batch, key, *, model, smoothing=0.0):
+    """(sum of losses in nats, number of targets) of the tokens to be guessed.
+
+    `batch` holds tokens_BT, some hidden, targets_BT and mask_BT: see `data.batches.hide_tokens`.
+    """
+    logits_BTV = nnx.merge(model, params)(batch['tokens_BT'], dropout_key=key)
+    return next_token_loss(logits_BTV, batch['targets_BT'], batch['mask_BT'], smoothing)
+
+
+def image_losses(params, batch, key, *, model, smoothing=0.0):
+    """(sum of losses in nats, number of images) of the classes of images.
+
+    `batch` holds patches_BTP and labels_B and, where some images do not count, mask_B.
+    """
+    logits_BC = nnx.merge(model, params)(batch['patches_BTP'], dropout_key=key)
+    return next_token_loss(logits_BC, batch['labels_B'], batch.get('mask_B'), smoothing)
+
+
+LOSSES = {
+    'decoder': token_losses,
+    'encoder_decoder': pair_losses,
+    'encoder': masked_losses,
+    'image': image_losses,
+}
+
+
+def training_losses(config, model):
+    """(params, batch, key) -> (sum of losses, number of targets), with label smoothing."""
+    losses = LOSSES[config.model.family]
+    return functools.partial(losses, model=model, smoothing=config.train.label_smoothing)
 
 
 def loss_and_gradient(losses, params, batch, key, parts=1):
@@ -142,13 +195,15 @@ def loss_and_gradient(losses, params, batch, key, parts=1):
 def layer_norms(grads):
     """{'grad_norm/blocks.0': …}: the gradient's norm in each layer, and in each part outside."""
     grads = nnx.to_pure_dict(grads)
-    if not isinstance(next(iter(grads['blocks'])), int):  # `scan_layers`
-        grads = unstack_layers(grads)
+    stacks = {'': grads} if 'blocks' in grads else {f'{name}.': x for name, x in grads.items()}
     groups = {}
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        names = parameter_name(path).split('.')
-        group = '.'.join(names[:2] if names[0] == 'blocks' else names[:1])
-        groups.setdefault(f'grad_norm/{group}', []).append(grad)
+    for stack, own in stacks.items():
+        if not isinstance(next(iter(own['blocks'])), int):  # `scan_layers`
+            own = unstack_layers(own)
+        for path, grad in jax.tree_util.tree_leaves_with_path(own):
+            names = parameter_name(path).split('.')
+            group = '.'.join(names[:2] if names[0] == 'blocks' else names[:1])
+            groups.setdefault(f'grad_norm/{stack}{group}', []).append(grad)
     return {group: optax.tree.norm(leaves) for group, leaves in groups.items()}
 
 
@@ -165,7 +220,9 @@ def seed_keys(seed):
 
 
 def make_train_call(config, model, seeds='separate'):
-    """(state, tokens_KBT1) -> (state, metrics of shape K): `steps_per_call` steps in one dispatch.
+    """(state, batches) -> (state, metrics of shape K): `steps_per_call` steps in one dispatch.
+
+    `batches` are those of `make_train_step` with a leading axis K.
 
     `seeds`: `separate` for one seed; `map` or `vmap` for a leading seed axis on everything. `map`
     runs the seeds one after the other with the bits of separate runs; `vmap` runs them at once,
@@ -174,25 +231,21 @@ def make_train_call(config, model, seeds='separate'):
     return over_seeds(functools.partial(jax.lax.scan, make_train_step(config, model)), seeds)
 
 
-def make_evaluate(model, seeds='separate'):
-    """(params, tokens_NBT1, mask_NBT) -> (sum of losses, number of targets), in one dispatch."""
+def make_evaluate(model, seeds='separate', losses=token_losses):
+    """(params, batches) -> (sum of losses, number of targets), in one dispatch.
 
-    def evaluate(params, tokens_NBT1, mask_NBT):
+    `batches` are those that `losses` reads, with a leading axis N.
+    """
+
+    def evaluate(params, batches):
         def add(total, batch):
-            tokens_BT1, mask_BT = batch
-            rows = {'tokens_BT1': tokens_BT1, 'mask_BT': mask_BT}
-            return jax.tree.map(jnp.add, total, token_losses(params, rows, None, model=model)), None
+            return jax.tree.map(jnp.add, total, losses(params, batch, None, model=model)), None
 
-        zero = (jnp.float32(0), jnp.float32(0))
-        return jax.lax.scan(add, zero, (tokens_NBT1, mask_NBT))[0]
+        return jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), batches)[0]
 
     if seeds == 'separate':
         return evaluate
-
-    def evaluate_seeds(params, tokens_NBT1, mask_NBT):
-        return over_seeds(lambda p: evaluate(p, tokens_NBT1, mask_NBT), seeds)(params)
-
-    return evaluate_seeds
+    return lambda params, batches: over_seeds(lambda p: evaluate(p, batches), seeds)(params)
 
 
 def over_seeds(function, seeds):

@@ -11,7 +11,6 @@ import jax
 from ml_collections import ConfigDict
 
 from minigpt_jax.data import DataError
-from minigpt_jax.data.batches import check_length, load_tokenized
 from minigpt_jax.report.tables import parameter_table
 from minigpt_jax.training import sharding, steps
 from minigpt_jax.training.config import (
@@ -29,8 +28,9 @@ from minigpt_jax.training.config import (
     write_config,
     write_json,
 )
-from minigpt_jax.training.loop import Program, model_columns, sample_prompt, seed_mode, train
+from minigpt_jax.training.loop import Program, model_columns, seed_mode, train
 from minigpt_jax.training.optim import check_rules_match, parameter_name
+from minigpt_jax.training.tasks import SHARED_BY, TASKS
 
 FINISHED = ('ok', 'diverged')
 
@@ -176,7 +176,7 @@ def run(config, workdir, only_point=None, profile=None):
     _print_parameters(points, corpora)
     for point, corpus in zip(points, corpora, strict=True):
         for seed in point.seeds if corpus else ():
-            _check_corpus(point.run_dir(workdir, seed), corpus)
+            check_corpus(point.run_dir(workdir, seed), corpus)
     trained = points if only_point is None else [points[only_point]]
     pending = any(
         _status(point.run_dir(workdir, seed)) not in FINISHED
@@ -215,7 +215,9 @@ def cpu_devices(config, cores):
         for point in expand(config)
         if point.config
         for rows in (
-            point.config.data.batch_size // point.config.train.accumulation_steps,
+            point.config.data.batch_size // point.config.train.accumulation_steps
+            if point.config.data.tokens_per_batch is None
+            else SHARED_BY,
             point.config.eval.batch_size,
         )
     }
@@ -243,7 +245,7 @@ def _check_workdir(workdir, config):
     )
 
 
-def _check_corpus(run_dir, corpus):
+def check_corpus(run_dir, corpus):
     """Refuses to go on with a run on another text than the one that it began with."""
     path = run_dir / 'config.json'
     if not path.exists():
@@ -252,7 +254,7 @@ def _check_corpus(run_dir, corpus):
     if old not in (None, corpus.sha256):
         raise RunError(
             f'{run_dir}: began on a corpus of sha256 {old[:12]}…, which is now '
-            f'{corpus.sha256[:12]}…; restore the text, or choose a fresh --workdir'
+            f'{corpus.sha256[:12]}…; restore the text, or train in a fresh --workdir'
         )
 
 
@@ -262,15 +264,9 @@ def _prepare(point, loaded):
         return point, None
     try:
         key = json.dumps(point.config.data.to_dict())
-        corpus = loaded.get(key) or loaded.setdefault(key, load_tokenized(point.config.data))
-        length = point.config.model.context_length
-        check_length(corpus.train_tokens, length, 'training')
-        check_length(corpus.validation_tokens, length, 'validation')
-        sample_prompt(point.config, corpus)
-        mesh = sharding.make_mesh(point.config.mesh)
-        parts = point.config.train.accumulation_steps
-        sharding.check_batch_size('data.batch_size', point.config.data.batch_size, mesh, parts)
-        sharding.check_batch_size('eval.batch_size', point.config.eval.batch_size, mesh)
+        family = TASKS[point.config.model.family]
+        corpus = loaded.get(key) or loaded.setdefault(key, family.load(point.config.data))
+        family(point.config, corpus).check(sharding.make_mesh(point.config.mesh))
         return point, corpus
     except (ConfigError, DataError) as error:
         # Where no axis can be the cause, every point has this fault: say so before any training.
@@ -394,6 +390,8 @@ def _train_locked(point, program, run_dirs, seeds, name, profile):
         f'{program.peak_memory_mb:,.0f} MiB a seed',
         flush=True,
     )
+    if description := program.task.describe():
+        print(description, flush=True)
     for summary in train(program, seeds, run_dirs, _identity(point), name, profile):
         if summary['error']:
             print(f'{name} seed {summary["seed"]}: {summary["status"]}: {summary["error"]}')

@@ -164,7 +164,7 @@ def test_all_others_go_beyond_the_context_and_tell_what_order_is(positions):
     tokens_BT = np.random.default_rng(0).integers(0, 11, (1, 16))
     logits_BTV = longer(tokens_BT)
     assert np.isfinite(logits_BTV).all()
-    assert longer.init_caches(1, 16)[0]['k_BSHK'].shape[1] == 16
+    assert longer.init_caches(1, 16)[0]['self']['k_BSHK'].shape[1] == 16
     # The first two tokens change places: the last one notices only if it knows their positions.
     # A causal mask alone tells a position by what it sees, but one layer forgets the order of it.
     swapped_BT = tokens_BT.copy()

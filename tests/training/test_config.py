@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs import heads_sweep, minigpt, shakespeare_char
+from configs import heads_sweep, minigpt, shakespeare_char, translate_dates
 from minigpt_jax.training.config import (
     KEYS,
     ConfigError,
@@ -14,7 +14,7 @@ from minigpt_jax.training.config import (
 )
 from tests.conftest import tiny_config
 
-RECIPES = [minigpt.get_config(), shakespeare_char.get_config()]
+RECIPES = [recipe.get_config() for recipe in (minigpt, shakespeare_char, translate_dates)]
 RECIPES += [heads_sweep.get_config(variant) for variant in heads_sweep.VARIANTS]
 
 
@@ -77,7 +77,7 @@ def test_changing_a_copy_leaves_the_original_alone():
         ({'data.path': 'caf\udce9.txt'}, 'not UTF-8; rename it'),
         ({'train.keep': 1}, 'must be 2 or more'),
         ({'mesh.data': 0}, 'or -1 for all devices'),
-        ({'data.corpus': 'python_doc'}, 'text, tfds:NAME; did you mean python_docs'),
+        ({'data.corpus': 'python_doc'}, 'digits, tfds:NAME; did you mean python_docs'),
         ({'data.corpus': 'tfds:'}, 'expected tfds:NAME or tfds:NAME/CONFIG, for example'),
         ({'data.corpus': 'tfds:two words'}, 'expected tfds:NAME or tfds:NAME/CONFIG'),
         ({'data.tokenizer': 'bytes'}, 'choose from char, byte, sentencepiece; did you mean byte'),

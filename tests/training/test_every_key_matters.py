@@ -7,16 +7,23 @@ until it has one; a key whose use is taken out of the code fails the second.
 import json
 
 import jax
-import numpy as np
 import pytest
 
 from minigpt_jax.data import corpora
-from minigpt_jax.data.batches import load_tokenized
 from minigpt_jax.model import positions
 from minigpt_jax.report.writers import read_lines
-from minigpt_jax.training import loop, optim, steps, sweep
+from minigpt_jax.training import loop, optim, steps, sweep, tasks
 from minigpt_jax.training.config import KEYS, flatten, resolve, with_values
 from tests.conftest import tiny_config
+
+
+def task(config, corpus):
+    return tasks.TASKS[config.model.family](config, corpus)
+
+
+def load(config):
+    return tasks.TASKS[config.model.family].load(config.data)
+
 
 # Where a key shows. Each is a function of a resolved configuration and of its corpus.
 
@@ -25,11 +32,9 @@ def step(config, corpus):
     """The program of a train call, as it is handed to the compiler."""
     vocab_size = corpus.tokenizer.vocab_size
     state = jax.eval_shape(steps.make_init(config, vocab_size), 0)
-    shape = (
-        config.train.steps_per_call, config.data.batch_size, config.model.context_length + 1,
-    )  # fmt: skip
+    batches = task(config, corpus).abstract_batches()[0]
     call = steps.make_train_call(config, steps.build_model(config, vocab_size))
-    return jax.jit(call).lower(state, jax.ShapeDtypeStruct(shape, np.int32)).as_text()
+    return jax.jit(call).lower(state, batches).as_text()
 
 
 def start(config, corpus):
@@ -46,7 +51,7 @@ def uncompiled(config, corpus, num_seeds=1):
 def first_batch(config, corpus):
     seeds = sweep.expand(config)[0].seeds
     batch = next(iter(loop._batches(uncompiled(config, corpus), seeds, 0)))
-    return batch.shape, batch.tobytes()
+    return [(x.shape, x.tobytes()) for x in jax.tree.leaves(batch)]
 
 
 def learning_rates(config, corpus):
@@ -55,15 +60,24 @@ def learning_rates(config, corpus):
 
 
 def validation(config, corpus):
-    return uncompiled(config, corpus).validation[0].shape
+    return [x.shape for x in jax.tree.leaves(uncompiled(config, corpus).task.validation())]
 
 
 def text(config, corpus):
-    return corpus.sha256, corpus.tokenizer, bytes(corpus.validation_tokens)
+    held_out = getattr(corpus, 'validation_tokens', None)
+    if held_out is None:
+        held_out = corpus.validation.source
+    return corpus.sha256, corpus.tokenizer, bytes(held_out)
+
+
+def judged(config, corpus):
+    vocab_size = corpus.tokenizer.vocab_size
+    params = steps.make_init(config, vocab_size)(config.seed).params
+    return list(task(config, corpus).judge(steps.build_model(config, vocab_size), params))
 
 
 def prompt(config, corpus):
-    return loop.sample_prompt(config, corpus)
+    return tasks.sample_prompt(config, corpus)
 
 
 def mesh(config, corpus):
@@ -90,12 +104,21 @@ CASES = {
     'data.path': ('OTHER', text),
     'data.tokenizer': ('byte', text),
     'data.vocab_size': (300, text),
+    'data.joint_vocabulary': (True, text),
+    'data.source_language': ('fr', text),
+    'data.target_language': ('fr', text),
     'data.batch_size': (4, first_batch),
+    'data.tokens_per_batch': (400, first_batch),
+    'data.num_buckets': (2, first_batch),
+    'data.mask_rate': (0.5, first_batch),
+    'data.patch_size': (4, first_batch),
     'data.validation_fraction': (0.3, text),
+    'model.family': ('encoder_decoder', step),
     'model.d_model': (32, step),
     'model.num_heads': (4, step),
     'model.d_ff': (40, step),
     'model.num_layers': (2, step),
+    'model.encoder_layers': (2, step),
     'model.context_length': (12, step),
     'model.norm_placement': ('post', step),
     'model.norm': ('rms', step),
@@ -108,6 +131,7 @@ CASES = {
     'model.attention': None,  # `auto` is `plain` so far: see test_attention
     'model.dropout_rate': (0.5, step),
     'model.tie_embeddings': (False, step),
+    'model.joint_embeddings': (True, step),
     'model.use_bias': (True, step),
     'model.init': ('xavier', start),
     'model.dtype': ('bfloat16', step),
@@ -126,6 +150,7 @@ CASES = {
     'train.steps': (16, files),
     'train.steps_per_call': (1, first_batch),
     'train.accumulation_steps': (2, step),
+    'train.label_smoothing': (0.1, step),
     'train.seeds': ('vmap', seeds),
     'train.log_every': (4, files),
     'train.log_layer_norms': (True, step),
@@ -133,34 +158,72 @@ CASES = {
     'train.keep': (3, files),
     'eval.every': (6, files),
     'eval.batch_size': (8, validation),
+    'eval.decoded_pairs': (0, judged),
     'eval.sample_prompt': ('the next', prompt),
     'eval.sample_tokens': (5, files),
     'mesh.data': (2, mesh),
 }
 
 
+# What a key needs beside it to be of use, where that is not what `tiny_config` has.
+PAIRS = {
+    'model.family': 'encoder_decoder',
+    'model.encoder_layers': 1,
+    'model.context_length': 40,
+    'data.corpus': 'parallel',
+    'data.path': 'PAIRS',
+    'train.steps_per_call': 1,
+}
+IMAGES = {
+    'model.family': 'image',
+    'model.context_length': 16,
+    'data.corpus': 'digits',
+    'data.path': None,
+}
+BASES = {
+    'data.vocab_size': {'data.tokenizer': 'sentencepiece', 'data.vocab_size': 290},
+    'data.joint_vocabulary': PAIRS,
+    'data.source_language': PAIRS,
+    'data.target_language': PAIRS,
+    'data.tokens_per_batch': PAIRS,
+    'data.num_buckets': PAIRS,
+    'model.encoder_layers': PAIRS,
+    'model.joint_embeddings': PAIRS | {'data.joint_vocabulary': True},
+    'eval.decoded_pairs': PAIRS,
+    'data.mask_rate': {'model.family': 'encoder'},
+    'data.patch_size': IMAGES,
+}
+# What must change with a key, to stay possible.
+ALONG = {'model.family': PAIRS, 'data.patch_size': {'model.context_length': 4}}
+
+
 @pytest.fixture(scope='module')
 def paths(text_file, tmp_path_factory):
-    other = tmp_path_factory.mktemp('other') / 'other.txt'
-    other.write_text(text_file.read_text().replace('and', 'und'))
-    return {'BASE': str(text_file), 'OTHER': str(other)}
+    root = tmp_path_factory.mktemp('other')
+    (root / 'other.txt').write_text(text_file.read_text().replace('and', 'und'))
+    for end, word in (('en', 'and'), ('ko', '그리고'), ('fr', 'et')):
+        lines = [f'{i} {word} {i * i}' + ' 0' * (i % 7) + '\n' for i in range(60)]
+        (root / f'train.{end}').write_text(''.join(lines))
+    return {'BASE': str(text_file), 'OTHER': str(root / 'other.txt'), 'PAIRS': str(root)}
+
+
+def with_paths(values, paths):
+    return {k: paths.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
 
 
 def shows(key, paths):
     """Whether the second value of `key` changes what its case looks at."""
     value, look = CASES[key]
-    # The size of a vocabulary is a choice for this tokenizer alone.
-    sized = {'data.tokenizer': 'sentencepiece', 'data.vocab_size': 290}
-    base = resolve(tiny_config(paths['BASE'], **(sized if key == 'data.vocab_size' else {})))
-    changed = {key: paths.get(value, value) if isinstance(value, str) else value}
+    base = resolve(tiny_config(paths['BASE'], **with_paths(BASES.get(key, {}), paths)))
+    changed = with_paths(ALONG.get(key, {}) | {key: value}, paths)
     if key == 'data.corpus':
         changed['data.path'] = None
     if key == 'model.d_model':
         changed['model.d_ff'] = base.model.d_ff
     other = resolve(with_values(base, changed))
     assert flatten(base)[key] != flatten(other)[key]
-    seen = [look(config, load_tokenized(config.data)) for config in (base, other)]
-    assert look(base, load_tokenized(base.data)) == seen[0], 'looking twice must see the same'
+    seen = [look(config, load(config)) for config in (base, other)]
+    assert look(base, load(base)) == seen[0], 'looking twice must see the same'
     return seen[0] != seen[1]
 
 
@@ -186,6 +249,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 def test_keys_that_show_in_files(paths, tmp_path):
     assert set(FILES) == {key for key, case in CASES.items() if case and case[1] is files}
     sweep.run(tiny_config(paths['BASE']), tmp_path / 'base')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minigpt_jax.data import tokenizers
-from minigpt_jax.training import loop
+from minigpt_jax.training import tasks
 from tests.conftest import tiny_config
 
 KOREAN = '민지는 책을 다 읽고 그것을 가방에 넣었다.\n'
@@ -24,7 +24,7 @@ TEXTS = {
 def test_the_prompt_of_a_sample_is_text_of_the_validation_split(text, prompt):
     byte = tokenizers.ByteTokenizer()
     corpus = types.SimpleNamespace(tokenizer=byte, validation_tokens=byte.encode(text))
-    assert loop.sample_prompt(tiny_config(), corpus) == prompt
+    assert tasks.sample_prompt(tiny_config(), corpus) == prompt
 
 
 @pytest.mark.parametrize('kind', list(tokenizers.TOKENIZERS))
@@ -34,4 +34,4 @@ def test_the_prompt_of_a_sample_is_the_same_for_each_tokenizer(kind):
     corpus = types.SimpleNamespace(
         tokenizer=tokenizer, validation_tokens=np.asarray(tokenizer.encode(KOREAN * 20))
     )
-    assert loop.sample_prompt(tiny_config(), corpus) == '민지는 책을 다'
+    assert tasks.sample_prompt(tiny_config(), corpus) == '민지는 책을 다'

@@ -169,7 +169,8 @@ def test_evaluation_counts_every_unmasked_token_once():
     params = init(0).params
     tokens_NBT1 = batches(3)
     mask_NBT = np.random.default_rng(1).random((3, 8, 8)) < 0.7
-    total, count = jax.jit(steps.make_evaluate(model))(params, tokens_NBT1, mask_NBT)
+    batches_N = {'tokens_BT1': tokens_NBT1, 'mask_BT': mask_NBT}
+    total, count = jax.jit(steps.make_evaluate(model))(params, batches_N)
     flat = tokens_NBT1.reshape(24, 9)
     log_p = jax.nn.log_softmax(nnx.merge(model, params)(flat[:, :-1]))
     nll = -np.take_along_axis(np.asarray(log_p), flat[:, 1:, None], -1)[..., 0]

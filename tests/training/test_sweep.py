@@ -68,7 +68,7 @@ def test_an_impossible_point_is_kept_with_its_reason():
         ((('model.num_heads', 4),), "the values of 'model.num_heads' must be a tuple"),
         ((('model.num_heads', ()),), "the values of 'model.num_heads' must be a tuple"),
         ((('model.num_hats', (1, 2)),), 'did you mean model.num_heads'),
-        ((('model', (1, 2)),), 'model: a group, not a key; its keys: model.d_model'),
+        ((('model', (1, 2)),), 'model: a group, not a key; its keys: model.family'),
         ((('optim.weight_decay', (1e300,)),), 'must be a finite number, 0 or more'),
         ((('optim.learning_rate', (float('nan'),)),), 'must be a finite number, 0 or more'),
         ((('model.num_heads', ('a', 2)),), "model.num_heads='a': expected int"),
@@ -133,6 +133,7 @@ def test_a_sweep_leaves_all_its_files(finished):
         assert 0 < float(row['bits_per_byte']) < 8
 
 
+@pytest.mark.slow
 def test_tokenizers_are_compared_by_bits_per_byte_of_the_same_text(text_file, tmp_path):
     tokenizers = (('char', None), ('sentencepiece', 300), ('sentencepiece', 5000))
     axes = ((('data.tokenizer', 'data.vocab_size'), tokenizers),)
@@ -200,6 +201,7 @@ def test_mapped_seeds_leave_the_bits_of_separate_runs(finished, tmp_path):
         assert bits(workdir / name) == bits(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_seeds_at_once_are_close_to_mapped_ones_and_resume_to_their_own_bits(
     finished, tmp_path, monkeypatch
 ):
@@ -287,10 +289,11 @@ def test_a_sweep_and_a_single_run_do_not_share_a_directory(finished, text_file, 
 
 def test_a_path_that_nothing_would_read_is_refused(text_file, tmp_path):
     config = tiny_config(text_file, **{'data.corpus': 'python_docs'})
-    with pytest.raises(ConfigError, match=r'is read with data\.corpus=text alone'):
+    with pytest.raises(ConfigError, match=r'is read with data\.corpus=text or parallel alone'):
         sweep.run(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_axes_may_grow_and_only_what_is_new_is_trained(finished, tmp_path):
     workdir, config = finished
     copy = tmp_path / 'run'
@@ -368,6 +371,7 @@ def test_a_killed_group_of_seeds_resumes_to_the_same_bits(
         assert bits(tmp_path / name) == bits(workdir / name)
 
 
+@pytest.mark.slow
 def test_a_kill_after_the_last_save_of_a_point_with_a_diverged_seed(
     text_file, tmp_path, monkeypatch
 ):
