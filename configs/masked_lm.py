@@ -2,8 +2,8 @@
 
     python -m minigpt_jax.train --config=configs/masked_lm.py
 
-Of Python's documentation 15 % of the characters are to be guessed, most of them hidden. About a
-minute on two cores. Expected: accuracy 0.47 on validation. With learned positions (seen to 2,000
+Of Python's documentation 15 % of the characters are to be guessed, most of them hidden. Under two
+minutes on two cores. Expected: accuracy 0.47 on validation. With learned positions (seen to 2,000
 steps) it stayed near 0.26.
 """
 

@@ -3,7 +3,7 @@
     python -m minigpt_jax.train --config=configs/vit_digits.py
 
 The 1,797 images of scikit-learn, 8 × 8 grey pixels, are sixteen patches of 2 × 2 each; one image
-in five is held out. About a minute on two cores. Expected: accuracy 0.967 on validation.
+in five is held out. Under two minutes on two cores. Expected: accuracy 0.967 on validation.
 """
 
 from configs import minigpt

@@ -108,7 +108,7 @@ def _draw_alignment(run, best):
 def _lines():
     """The lines to translate: of a flag, a file or the pipe."""
     if _TEXT.value is not None:
-        text = _TEXT.value
+        text = _TEXT.value or '\n'  # an empty line is one, too
     elif _INPUT.value is not None:
         path = pathlib.Path(_INPUT.value)
         text = decode_utf8(path, path.read_bytes())
