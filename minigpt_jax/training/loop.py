@@ -25,6 +25,7 @@ class Program:
       compile_s: seconds that this took.
       peak_memory_mb: what the compiler reserves for a train call, per device and per seed, in MiB:
         arguments + outputs − aliased + temporaries.
+      train_calls: the compiled train call for each shape that a batch can have.
     """
 
     def __init__(self, config, corpus, num_seeds=1):
@@ -63,7 +64,7 @@ class Program:
             in_shardings=(everywhere, rows),
             out_shardings=everywhere,
         )
-        self._train_calls = {
+        self.train_calls = {
             shape: train_call.lower(state, x).compile() for shape, x in shapes.items()
         }
         self._evaluates = [evaluate.lower(state.params, x).compile() for x in validation]
@@ -71,12 +72,12 @@ class Program:
         self.compile_s = time.monotonic() - started
         self.peak_memory_mb = max(
             _peak_memory(call.memory_analysis(), self.num_seeds, self.mode)
-            for call in self._train_calls.values()
+            for call in self.train_calls.values()
         )
 
     def train_call(self, state, batches):
         """(state, metrics) after the steps of a call; see `steps.make_train_call`."""
-        return self._train_calls[_shape(batches)](state, batches)
+        return self.train_calls[_shape(batches)](state, batches)
 
     def evaluate(self, params):
         """(sum of losses, number of targets) of the validation split; see `make_evaluate`."""
