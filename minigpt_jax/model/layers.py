@@ -7,6 +7,7 @@ import math
 
 import jax
 from flax import nnx
+from ml_collections import ConfigDict
 
 from minigpt_jax.model.kernels import dense_product
 
@@ -215,10 +216,7 @@ def num_branches(config):
 
 def for_stack(config, stack):
     """A copy of the group `model` for one stack of an encoder-decoder, 'encoder' or 'decoder'."""
-    copy = config.copy_and_resolve_references()
-    with copy.unlocked():
-        copy.stack = stack
-    return copy
+    return ConfigDict({**config, 'stack': stack})
 
 
 class NoNorm(Residual):

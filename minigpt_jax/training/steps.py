@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from ml_collections import FrozenConfigDict
 
 from minigpt_jax.model.transformer import MODELS, unstack_layers
 from minigpt_jax.training.losses import next_token_loss
@@ -30,21 +31,22 @@ class TrainState(NamedTuple):
 
 def build_model(config, vocab_size):
     """The static half of a model: merge it with parameters by `nnx.merge`. Allocates nothing."""
-    return nnx.split(_abstract_model(config, vocab_size))[0]
+    return _abstract_model(FrozenConfigDict(config.model), vocab_size)[0]
 
 
 def abstract_params(config, vocab_size):
     """Shapes and dtypes of the parameters. Allocates nothing."""
-    return nnx.split(_abstract_model(config, vocab_size))[1]
+    return _abstract_model(FrozenConfigDict(config.model), vocab_size)[1]
 
 
-def _abstract_model(config, vocab_size):
-    return nnx.eval_shape(lambda: _new_model(config, vocab_size, jax.random.key(0)))
+@functools.lru_cache(64)  # half a second each, and asked for again and again
+def _abstract_model(model, vocab_size):
+    return nnx.split(nnx.eval_shape(lambda: _new_model(model, vocab_size, jax.random.key(0))))
 
 
-def _new_model(config, vocab_size, key):
+def _new_model(model, vocab_size, key):
     """`vocab_size` is a pair, of source and target, for an encoder-decoder."""
-    return MODELS[config.model.family](config.model, vocab_size, rngs=nnx.Rngs(params=key))
+    return MODELS[model.family](model, vocab_size, rngs=nnx.Rngs(params=key))
 
 
 def make_init(config, vocab_size):
@@ -53,7 +55,7 @@ def make_init(config, vocab_size):
 
     @jax.jit
     def init(seed):
-        params = nnx.split(_new_model(config, vocab_size, seed_keys(seed)[0]))[1]
+        params = nnx.split(_new_model(config.model, vocab_size, seed_keys(seed)[0]))[1]
         return TrainState(
             params=params,
             opt_state=optimizer.init(params),

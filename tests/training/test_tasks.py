@@ -31,37 +31,62 @@ def pair_config(corpus, **values):
         'optim.final_learning_rate': 1e-4,
         'optim.weight_decay': 0.0,
         'optim.warmup_steps': 20,
-        'train.steps': 300,
+        'train.steps': 240,
         'train.steps_per_call': 20,
         'train.log_every': 20,
-        'train.checkpoint_every': 300,
-        'eval.every': 300,
+        'train.checkpoint_every': 240,
+        'eval.every': 240,
         'eval.batch_size': 64,
         'eval.decoded_pairs': 256,
     }
     return tiny_config(**base | values)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('corpus', ['copy', 'reverse'])
-def test_copies_and_reverses_words_that_it_has_not_seen(corpus, tmp_path):
-    # To count from the end of a word takes a second layer.
-    layers = 1 if corpus == 'copy' else 2
-    values = {'model.num_layers': layers, 'model.encoder_layers': layers}
-    assert sweep.run(pair_config(corpus, **values), tmp_path) == 0
-    summary = json.loads((tmp_path / 'summary.json').read_text())
+def learned(corpus, workdir, **values):
+    """A run on words, judged by greedy translations of words that it has not seen."""
+    assert sweep.run(pair_config(corpus, **values), workdir) == 0
+    run = load_run(workdir)
+    summary = json.loads((workdir / 'summary.json').read_text())
     assert summary['exact_match'] >= 0.99
-    assert summary['encoder_layers'] == layers
-    assert 0 < summary['padding_share'] < 1
-    assert read_lines(tmp_path / 'metrics.jsonl')[-1]['exact_match'] == summary['exact_match']
-    run = load_run(tmp_path)
-    words = ['abcd', 'hgfedcba', 'cab']
-    found = translate(run.model, run.params, run.tokenizer, 16, words, beam_size=3)
-    expected = words if corpus == 'copy' else [word[::-1] for word in words]
-    assert [best[0][0] for best in found] == expected
-    assert summary['bleu'] == 0  # which counts four words in a row: here is one a line
+    assert read_lines(workdir / 'metrics.jsonl')[-1]['exact_match'] == summary['exact_match']
+    return run, summary
 
-    # A match is of every token, from the first to EOS.
+
+@pytest.fixture(scope='module')
+def copier(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('copier')
+    return workdir, *learned('copy', workdir)
+
+
+WORDS = ['abcd', 'hgfedcba', 'cab']
+
+
+@pytest.mark.slow
+def test_copies_words_that_it_has_not_seen(copier):
+    workdir, run, summary = copier
+    assert 0 < summary['padding_share'] < 1
+    assert summary['bleu'] == 0  # which counts four words in a row: here is one a line
+    found = translate(run.model, run.params, run.tokenizer, 16, WORDS, beam_size=3)
+    assert [best[0].text for best in found] == WORDS
+    lines = (workdir / 'samples.txt').read_text().splitlines()
+    assert len(lines) == 10
+    for source, target in zip(lines[::2], lines[1::2], strict=True):
+        assert len(target.removeprefix('→ ')) == len(source)
+
+
+@pytest.mark.slow
+def test_reverses_words_that_it_has_not_seen(tmp_path):
+    # To count from the end of a word takes a second layer.
+    layers = {'model.num_layers': 2, 'model.encoder_layers': 2}
+    run, summary = learned('reverse', tmp_path, **layers)
+    assert summary['encoder_layers'] == 2
+    found = translate(run.model, run.params, run.tokenizer, 16, WORDS)
+    assert [best[0].text for best in found] == [word[::-1] for word in WORDS]
+
+
+@pytest.mark.slow
+def test_a_match_is_of_every_token_from_the_first_to_eos(copier):
+    _, run, _ = copier
     corpus = tasks.TranslatePairs.load(run.config.data)
     target = corpus.validation.target.copy()
     target[corpus.validation.target_starts[:-1] + 2] = 4  # each third letter is an 'a'
@@ -69,10 +94,6 @@ def test_copies_and_reverses_words_that_it_has_not_seen(corpus, tmp_path):
     changed = tasks.TranslatePairs(run.config, dataclasses.replace(corpus, validation=validation))
     judged = changed.judge(run.model, run.params)
     assert 0.05 < judged['exact_match'] < 0.25  # one in eight letters was an 'a'
-    lines = (tmp_path / 'samples.txt').read_text().splitlines()
-    assert len(lines) == 10
-    for source, target in zip(lines[::2], lines[1::2], strict=True):
-        assert len(target.removeprefix('→ ')) == len(source)
 
 
 SHORT = {
@@ -226,7 +247,7 @@ ALONE = {
 def test_a_family_learns_is_judged_and_resumes_to_the_same_bits(family, tmp_path, monkeypatch):
     alphabet = tmp_path / 'alphabet.txt'
     alphabet.write_text('abcdefghij' * 600)
-    learns = {'train.steps': 300, 'train.steps_per_call': 20, 'train.log_every': 20}
+    learns = {'train.steps': 240, 'train.steps_per_call': 20, 'train.log_every': 20}
     learns |= {'train.checkpoint_every': 100, 'eval.every': 100, 'optim.learning_rate': 1e-2}
     config = tiny_config(alphabet, **ALONE[family] | learns)
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
