@@ -14,6 +14,7 @@ from minigpt_jax.inference.decoding import (
     beam_search,
     length_penalty_of,
     longest_translation,
+    top_k,
     translate,
 )
 from minigpt_jax.model.transformer import EncoderDecoder
@@ -132,6 +133,17 @@ def every_translation(model, params, row, max_length, penalty):
             )
             found[tokens] = total / ((5 + length + 1) / 6) ** penalty
     return found
+
+
+@pytest.mark.parametrize('N', [12, 200, 1024, 1025])
+def test_top_k_by_blocks_is_that_of_jax_also_where_values_are_equal(N):
+    x_BN = np.random.default_rng(N).integers(0, 40, (16, N)).astype(np.float32)
+    x_BN[3:6, 5:] = -np.inf
+    assert not all(len(set(row[row > 37])) == (row > 37).sum() for row in x_BN)  # there are ties
+    for k in (1, 4, 10):
+        ours, expected = top_k(x_BN, k, block=8), jax.lax.top_k(x_BN, k)
+        for a, b in zip(ours, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize('penalty', [0.0, 1.0])
