@@ -274,7 +274,7 @@ def top_k(x_BN, k, *, block=128):
     the chosen blocks do.
     """
     B, N = x_BN.shape
-    if N <= k * block:
+    if k >= N // block:
         return jax.lax.top_k(x_BN, k)
     x_BN = jnp.pad(x_BN, ((0, 0), (0, -N % block)), constant_values=-jnp.inf)
     blocks = x_BN.reshape(B, -1, block)

@@ -54,7 +54,7 @@ class Program:
         shapes = {_shape(x): x for x in map(of_all_seeds, self.task.abstract_batches())}
         started = time.monotonic()
         train_call = jax.jit(
-            steps.make_train_call(config, self.model, self.mode),
+            steps.make_train_call(config, self.model, self.mode, self.task.losses),
             in_shardings=(everywhere, batch),
             out_shardings=(everywhere, everywhere),
             donate_argnums=0,
@@ -337,7 +337,7 @@ def diagnose(program, state):
     batch = program.task.batch(int(state.seed), step)
     key = steps.dropout_key(config, state)
     loss, grads = steps.loss_and_gradient(
-        steps.training_losses(config, program.model),
+        steps.training_losses(config, program.model, program.task.losses),
         state.params,
         jax.tree.map(jnp.asarray, batch),
         key,

@@ -67,10 +67,9 @@ def make_init(config, vocab_size):
     return init
 
 
-def make_train_step(config, model):
-    """(state, batch) -> (state, metrics): one optimizer step on one batch.
+def make_train_step(config, model, losses):
+    """(state, batch) -> (state, metrics): one optimizer step on a batch that `losses` reads.
 
-    A batch is a dict that the family's losses read (see `LOSSES`), or tokens_BT1 alone.
     A step whose loss or gradient is not finite leaves the state as it was but for `finite`, and so
     do all steps after it: the host finds the state that met the batch. Dropout draws from
     fold_in(seed, step), so that nothing but the state decides a step.
@@ -78,13 +77,13 @@ def make_train_step(config, model):
     optimizer = make_optimizer(config.optim, config.train.steps)
     schedule = make_schedule(config.optim, config.train.steps)
 
-    losses = training_losses(config, model)
+    losses = training_losses(config, model, losses)
 
     def train_step(state, batch):
         loss, grads = loss_and_gradient(
             losses,
             state.params,
-            batch if isinstance(batch, dict) else {'tokens_BT1': batch},
+            batch,
             dropout_key(config, state),
             config.train.accumulation_steps,
         )
@@ -151,17 +150,8 @@ def image_losses(params, batch, key, *, model, smoothing=0.0):
     return next_token_loss(logits_BC, batch['labels_B'], batch.get('mask_B'), smoothing)
 
 
-LOSSES = {
-    'decoder': token_losses,
-    'encoder_decoder': pair_losses,
-    'encoder': masked_losses,
-    'image': image_losses,
-}
-
-
-def training_losses(config, model):
+def training_losses(config, model, losses):
     """(params, batch, key) -> (sum of losses, number of targets), with label smoothing."""
-    losses = LOSSES[config.model.family]
     return functools.partial(losses, model=model, smoothing=config.train.label_smoothing)
 
 
@@ -221,7 +211,7 @@ def seed_keys(seed):
     return jax.random.split(jax.random.key(seed))
 
 
-def make_train_call(config, model, seeds='separate'):
+def make_train_call(config, model, seeds='separate', losses=token_losses):
     """(state, batches) -> (state, metrics of shape K): `steps_per_call` steps in one dispatch.
 
     `batches` are those of `make_train_step` with a leading axis K.
@@ -230,7 +220,9 @@ def make_train_call(config, model, seeds='separate'):
     runs the seeds one after the other with the bits of separate runs; `vmap` runs them at once,
     equal but for rounding, which pays on an accelerator.
     """
-    return over_seeds(functools.partial(jax.lax.scan, make_train_step(config, model)), seeds)
+    return over_seeds(
+        functools.partial(jax.lax.scan, make_train_step(config, model, losses)), seeds
+    )
 
 
 def make_evaluate(model, seeds='separate', losses=token_losses):

@@ -1,8 +1,8 @@
 """What a family of models learns: its data, its losses, what it is judged by and what it shows.
 
 All in which the families differ in training: the loop, checkpoints and sweeps know nothing of it. A
-new family is a class like these, in `TASKS`, besides its model (`MODELS`), its losses
-(`steps.LOSSES`) and what its corpora hold (`config.CONTENTS`).
+new family is a class like these, in `TASKS`, besides its model (`MODELS`) and what its corpora hold
+(`config.CONTENTS`).
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ class ContinueText:
 
     Attributes:
       config, corpus: of a run; the corpus is what `load` returns.
+      losses: what is trained on batches of this family, and evaluated; see `steps.token_losses`.
       judged: names of further validation metrics, see `judge`.
     """
 
@@ -66,20 +67,21 @@ class ContinueText:
             config.data.batch_size,
             config.model.context_length + 1,
         )
-        return [jax.ShapeDtypeStruct(shape_KBT1, jnp.int32)]
+        return [{'tokens_BT1': jax.ShapeDtypeStruct(shape_KBT1, jnp.int32)}]
 
     def batches(self, seed, first_step):
         """An endless iterator of what the calls from `first_step` on train on."""
-        return batches.training_batches(
+        calls = batches.training_batches(
             self.corpus.train_tokens,
             **self._windows,
             seed=seed,
             steps_per_call=self.config.train.steps_per_call,
             first_step=first_step,
         )
+        return ({'tokens_BT1': tokens_KBT1} for tokens_KBT1 in calls)
 
     def batch(self, seed, step):
-        """The batch of one step, as a dict that `losses` reads."""
+        """The batch of one step."""
         tokens_BT1 = batches.training_batch(
             self.corpus.train_tokens, **self._windows, seed=seed, step=step
         )
@@ -173,8 +175,8 @@ class GuessTokens(ContinueText):
         pass  # shows a text of validation
 
     def abstract_batches(self):
-        (tokens_KBT1,) = super().abstract_batches()
-        K, B, T1 = tokens_KBT1.shape
+        (batch,) = super().abstract_batches()
+        K, B, T1 = batch['tokens_BT1'].shape
         return [
             {
                 name: jax.ShapeDtypeStruct((K, B, T1 - 1), dtype)
@@ -186,9 +188,10 @@ class GuessTokens(ContinueText):
 
     def batches(self, seed, first_step):
         K = self.config.train.steps_per_call
-        for call, tokens_KBT1 in enumerate(super().batches(seed, first_step)):
+        for call, batch in enumerate(super().batches(seed, first_step)):
             step = first_step + call * K
-            calls = [self._hide(x[:, 1:], seed, step + k) for k, x in enumerate(tokens_KBT1)]
+            tokens_KBT = batch['tokens_BT1'][..., 1:]
+            calls = [self._hide(x, seed, step + k) for k, x in enumerate(tokens_KBT)]
             yield jax.tree.map(lambda *x: np.stack(x), *calls)
 
     def batch(self, seed, step):

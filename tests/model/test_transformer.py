@@ -181,8 +181,9 @@ def test_bfloat16_is_for_the_operands_of_products_alone(monkeypatch):
     )
     state = jax.eval_shape(steps.make_init(config, V), 0)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype('float32')}
-    step = steps.make_train_step(config, steps.build_model(config, V))
-    program = jax.make_jaxpr(step)(state, jax.ShapeDtypeStruct((2, 9), np.int32))
+    step = steps.make_train_step(config, steps.build_model(config, V), steps.token_losses)
+    batch = {'tokens_BT1': jax.ShapeDtypeStruct((2, 9), np.int32)}
+    program = jax.make_jaxpr(step)(state, batch)
     dots = 0
     for equation, _ in equations(program.jaxpr):
         types = [x.aval.dtype.name for x in (*equation.invars, *equation.outvars)]
@@ -346,11 +347,11 @@ def test_intermediates_that_are_not_asked_for_leave_no_mark(form, scan_layers, m
         tiny_config(**{'model.attention_form': form, 'model.scan_layers': scan_layers})
     )
     state = jax.eval_shape(steps.make_init(config, V), 0)
-    tokens = jax.ShapeDtypeStruct((2, 8, 9), np.int32)
+    batches = {'tokens_BT1': jax.ShapeDtypeStruct((2, 8, 9), np.int32)}
 
     def lowered():
         call = steps.make_train_call(config, steps.build_model(config, V))
-        return jax.jit(call).lower(state, tokens).as_text()
+        return jax.jit(call).lower(state, batches).as_text()
 
     with_code = lowered()
     with monkeypatch.context() as without:

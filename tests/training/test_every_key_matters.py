@@ -32,8 +32,10 @@ def step(config, corpus):
     """The program of a train call, as it is handed to the compiler."""
     vocab_size = corpus.tokenizer.vocab_size
     state = jax.eval_shape(steps.make_init(config, vocab_size), 0)
-    batches = task(config, corpus).abstract_batches()[0]
-    call = steps.make_train_call(config, steps.build_model(config, vocab_size))
+    family = task(config, corpus)
+    batches = family.abstract_batches()[0]
+    model = steps.build_model(config, vocab_size)
+    call = steps.make_train_call(config, model, losses=family.losses)
     return jax.jit(call).lower(state, batches).as_text()
 
 

@@ -29,8 +29,22 @@ def train_call(mode='separate', **values):
 
 
 def batches(num_steps, seed=0, batch_size=8, context_length=8):
+    """What a call of that many steps trains on."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, V, (num_steps, batch_size, context_length + 1)).astype(np.int32)
+    tokens_KBT1 = rng.integers(0, V, (num_steps, batch_size, context_length + 1))
+    return {'tokens_BT1': tokens_KBT1.astype(np.int32)}
+
+
+def of_seeds(num_steps, seeds):
+    return stacked(functools.partial(batches, num_steps), seeds)
+
+
+def stacked(function, seeds):
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(function, seeds))
+
+
+def part(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
 
 
 def assert_same_bits(a, b):
@@ -42,37 +56,34 @@ DROPOUT = dict(model__dropout_rate=0.2)
 
 def test_several_steps_in_a_call_equal_as_many_calls():
     init = setting(**DROPOUT)[2]
-    call, tokens_KBT1 = train_call(**DROPOUT), batches(6)
-    at_once, metrics = call(init(0), tokens_KBT1)
+    call, six = train_call(**DROPOUT), batches(6)
+    at_once, metrics = call(init(0), six)
     one_by_one, losses = init(0), []
-    for tokens_BT1 in tokens_KBT1:
-        one_by_one, m = call(one_by_one, tokens_BT1[None])
+    for k in range(6):
+        one_by_one, m = call(one_by_one, part(six, slice(k, k + 1)))
         losses.append(m['train_loss'][0])
     assert_same_bits(at_once, one_by_one)
     # A loop of one step is unrolled, and its reported loss summed in another order.
     np.testing.assert_allclose(metrics['train_loss'], losses, rtol=1e-6)
     assert len(set(map(float, losses))) == 6
     assert int(at_once.step) == int(one_by_one.step) == 6
-    programs = [call.lower(init(0), tokens_KBT1[:k]).as_text() for k in (1, 6)]
+    programs = [call.lower(init(0), part(six, slice(k))).as_text() for k in (1, 6)]
     assert 'tensor<6x8x9xi32>' in programs[1]
     assert 'tensor<6x8x9xi32>' not in programs[0]
 
 
-def stacked(init, seeds):
-    return jax.tree.map(lambda *x: jnp.stack(x), *map(init, seeds))
-
-
 def test_mapped_seeds_have_the_bits_of_separate_runs():
     init = setting(**DROPOUT)[2]
-    seeds, tokens_EKBT1 = (0, 5, 7), np.stack([batches(4, seed) for seed in (0, 5, 7)])
-    mapped, metrics = train_call('map', **DROPOUT)(stacked(init, seeds), tokens_EKBT1)
+    seeds = (0, 5, 7)
+    of_all = of_seeds(4, seeds)
+    mapped, metrics = train_call('map', **DROPOUT)(stacked(init, seeds), of_all)
     for e, seed in enumerate(seeds):
-        state, own_metrics = train_call(**DROPOUT)(init(seed), tokens_EKBT1[e])
-        assert_same_bits(jax.tree.map(lambda x, e=e: x[e], mapped), state)
-        assert_same_bits(jax.tree.map(lambda x, e=e: x[e], metrics), own_metrics)
+        state, own_metrics = train_call(**DROPOUT)(init(seed), part(of_all, e))
+        assert_same_bits(part(mapped, e), state)
+        assert_same_bits(part(metrics, e), own_metrics)
     assert (np.diff(metrics['train_loss'][:, 0]) != 0).all()
     programs = {
-        mode: train_call(mode, **DROPOUT).lower(stacked(init, seeds), tokens_EKBT1).as_text()
+        mode: train_call(mode, **DROPOUT).lower(stacked(init, seeds), of_all).as_text()
         for mode in ('map', 'vmap')
     }
     assert programs['map'] != programs['vmap']
@@ -80,10 +91,11 @@ def test_mapped_seeds_have_the_bits_of_separate_runs():
 
 def test_batched_seeds_equal_separate_runs_but_for_rounding():
     init = setting(**DROPOUT)[2]
-    seeds, tokens_EKBT1 = (0, 5), np.stack([batches(2, seed) for seed in (0, 5)])
-    _, metrics = train_call('vmap', **DROPOUT)(stacked(init, seeds), tokens_EKBT1)
+    seeds = (0, 5)
+    of_all = of_seeds(2, seeds)
+    _, metrics = train_call('vmap', **DROPOUT)(stacked(init, seeds), of_all)
     for e, seed in enumerate(seeds):
-        _, own_metrics = train_call(**DROPOUT)(init(seed), tokens_EKBT1[e])
+        _, own_metrics = train_call(**DROPOUT)(init(seed), part(of_all, e))
         np.testing.assert_allclose(metrics['train_loss'][e], own_metrics['train_loss'], rtol=1e-5)
 
 
@@ -99,7 +111,7 @@ def test_eight_devices_equal_one():
             out_shardings=everywhere,
         )
         tokens = jax.device_put(batches(5), rows)
-        devices_used.append(len({shard.device for shard in tokens.addressable_shards}))
+        devices_used.append(len({x.device for x in tokens['tokens_BT1'].addressable_shards}))
         compiled = call.lower(init(0), tokens).compile()
         results.append(compiled(jax.device_put(init(0), everywhere), tokens))
         reduces = 'all-reduce' in compiled.as_text()
@@ -141,7 +153,7 @@ def test_one_broken_seed_does_not_stop_the_others():
     init = setting()[2]
     states = [init(0), init(1)]
     states[0] = states[0]._replace(params=jax.tree.map(lambda x: x * jnp.nan, states[0].params))
-    tokens = np.stack([batches(2, 0), batches(2, 1)])
+    tokens = of_seeds(2, (0, 1))
     after, _ = train_call('map')(jax.tree.map(lambda *x: jnp.stack(x), *states), tokens)
     np.testing.assert_array_equal(after.finite, [False, True])
     np.testing.assert_array_equal(after.step, [0, 2])
@@ -153,7 +165,7 @@ def test_dropout_follows_seed_and_step():
     loss = jax.jit(
         lambda state: steps.token_losses(
             state.params,
-            {'tokens_BT1': batches(1)[0]},
+            part(batches(1), 0),
             steps.dropout_key(config, state),
             model=model,
         )[0]
@@ -167,7 +179,7 @@ def test_dropout_follows_seed_and_step():
 def test_evaluation_counts_every_unmasked_token_once():
     _, model, init = setting()
     params = init(0).params
-    tokens_NBT1 = batches(3)
+    tokens_NBT1 = batches(3)['tokens_BT1']
     mask_NBT = np.random.default_rng(1).random((3, 8, 8)) < 0.7
     batches_N = {'tokens_BT1': tokens_NBT1, 'mask_BT': mask_NBT}
     total, count = jax.jit(steps.make_evaluate(model))(params, batches_N)
@@ -243,7 +255,7 @@ def test_accumulation_over_unequal_padding_equals_the_full_batch(parts):
     _, model, init = setting()
     params = init(0).params
     lengths_B = np.array([8, 1, 2, 7, 1, 1, 8, 3])
-    batch = {'tokens_BT1': batches(1)[0], 'mask_BT': np.arange(8) < lengths_B[:, None]}
+    batch = part(batches(1), 0) | {'mask_BT': np.arange(8) < lengths_B[:, None]}
     losses = functools.partial(steps.token_losses, model=model)
     run = jax.jit(
         lambda params, parts: steps.loss_and_gradient(losses, params, batch, None, parts),
@@ -263,7 +275,7 @@ def test_accumulation_over_unequal_padding_equals_the_full_batch(parts):
 
 def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient():
     _, model, init = setting()
-    batch = {'tokens_BT1': batches(1)[0], 'mask_BT': np.zeros((8, 8), bool)}
+    batch = part(batches(1), 0) | {'mask_BT': np.zeros((8, 8), bool)}
     losses = functools.partial(steps.token_losses, model=model)
     loss, grads = steps.loss_and_gradient(losses, init(0).params, batch, None)
     assert loss == 0
@@ -324,13 +336,14 @@ def test_all_parts_at_once_on_eight_devices_and_over_seeds(mode, dtype):
         in_shardings=(everywhere, rows),
         out_shardings=everywhere,
     )
-    seeds, tokens_EKBT1 = (0, 5), np.stack([batches(3, seed) for seed in (0, 5)])
+    seeds = (0, 5)
+    of_all = of_seeds(3, seeds)
     states = jax.device_put(stacked(init, seeds), everywhere)
-    after, metrics = call(states, jax.device_put(tokens_EKBT1, rows))
+    after, metrics = call(states, jax.device_put(of_all, rows))
     np.testing.assert_array_equal(after.step, [3, 3])
-    assert 'all-reduce' in call.lower(states, tokens_EKBT1).compile().as_text()
+    assert 'all-reduce' in call.lower(states, of_all).compile().as_text()
     for e, seed in enumerate(seeds):
-        _, own = train_call(**values)(init(seed), tokens_EKBT1[e])
+        _, own = train_call(**values)(init(seed), part(of_all, e))
         rtol = 1e-4 if dtype == 'float32' else 1e-2
         for name in ('train_loss', 'grad_norm'):
             np.testing.assert_allclose(metrics[name][e], own[name], rtol=rtol)

@@ -378,13 +378,13 @@ def test_a_kill_after_the_last_save_of_a_point_with_a_diverged_seed(
     config = tiny_config(text_file, sweep=(('seed', (0, 1)),))
     train_step = steps.make_train_step
 
-    def breaking(config, model):
-        step = train_step(config, model)
+    def breaking(*args):
+        step = train_step(*args)
 
-        def broken(state, tokens_BT1):
+        def broken(state, batch):
             bad = (state.seed == 1) & (state.step == 6)
             params = jax.tree.map(lambda x: jnp.where(bad, jnp.nan, x), state.params)
-            new, metrics = step(state._replace(params=params), tokens_BT1)
+            new, metrics = step(state._replace(params=params), batch)
             keep = jax.tree.map(lambda a, b: jnp.where(bad, a, b), state, new)
             return keep._replace(finite=new.finite), metrics
 
