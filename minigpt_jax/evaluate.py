@@ -73,6 +73,7 @@ def _translation(run, workdir):
         context_length=length,
         num_buckets=config.data.num_buckets,
         batch_size=config.eval.batch_size,
+        split='validation' if _SOURCE.value is None else '--source and --reference',
     )
     loss = _mean_loss(run, TASKS[config.model.family], pairs.validation_pairs(encoded, buckets))
     sources, references = zip(*texts, strict=True)

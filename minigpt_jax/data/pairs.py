@@ -151,6 +151,7 @@ def make_buckets(
     batch_size: int,
     tokens_per_batch: int | None = None,
     multiple: int = 1,
+    split: str = 'validation',
 ) -> list[Bucket]:
     """Sorts pairs by length into buckets, cut where it costs least padding.
 
@@ -164,6 +165,7 @@ def make_buckets(
         tokens_per_batch: tokens of the longer side, padding included; batches of short pairs hold
             more of them.
         multiple: what `tokens_per_batch` makes batch sizes a multiple of, so that devices share.
+        split: what the pairs are, for an error.
 
     Raises:
         DataError: no pair is short enough, or `tokens_per_batch` holds not one batch.
@@ -172,8 +174,8 @@ def make_buckets(
     rows = np.flatnonzero(longest <= context_length)
     if not len(rows):
         raise DataError(
-            f'no pair fits into model.context_length={context_length}: the shortest has '
-            f'{longest.min()} tokens'
+            f'no pair of {split} fits into model.context_length={context_length}: the shortest '
+            f'has {longest.min()} tokens'
         )
     rows = rows[np.argsort(longest[rows], kind='stable')]
     buckets = []

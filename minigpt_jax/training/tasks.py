@@ -378,6 +378,7 @@ class TranslatePairs:
             batch_size=config.data.batch_size,
             tokens_per_batch=config.data.tokens_per_batch,
             multiple=SHARED_BY * config.train.accumulation_steps,
+            split='training',
         )
         self.validation_buckets = pairs.make_buckets(
             corpus.validation, **shapes, batch_size=config.eval.batch_size

@@ -325,7 +325,7 @@ def test_pairs_that_are_too_long_are_left_out_and_counted():
     rows = np.concatenate([bucket.rows for bucket in buckets])
     assert sorted(rows) == list(np.flatnonzero(longest <= 15))
     assert pairs.num_too_long(ENCODED, 15) == len(TEXTS) - len(rows) > 0
-    with pytest.raises(DataError, match=r'no pair fits into model\.context_length=1'):
+    with pytest.raises(DataError, match=r'no pair of validation fits into model\.context_length=1'):
         buckets_of(context_length=1)
     with pytest.raises(DataError, match=r'tokens_per_batch=30: too few for 8 pairs of'):
         buckets_of(tokens_per_batch=30, multiple=8)
