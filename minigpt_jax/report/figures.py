@@ -24,8 +24,8 @@ from minigpt_jax.report import statistics, tables
 from minigpt_jax.report.tables import Axes, Point
 
 DPI = 150
-_PALETTE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#8C8C8C')
-_MARKERS = 'osD^vPX*'
+PALETTE = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#8C8C8C')
+MARKERS = 'osD^vPX*'
 _LONGEST_LABEL = 28  # characters; longer ones, such as paths, lose their middle
 
 
@@ -200,7 +200,7 @@ def _cut_the_start(plot: Plot, runs: Sequence[Mapping[str, Curve]]) -> None:
 
 def _name_colours(figure, plots, axes: Axes, points: Sequence[Point], colours) -> None:
     labels = [_values(point, 0) or 'mean of seeds' for point in points]
-    if len(points) <= len(_PALETTE):
+    if len(points) <= len(PALETTE):
         for label, colour in zip(labels, colours, strict=True):
             plots[0].plot([], [], color=colour, linewidth=1.4, label=label)
         _legend_below(figure, plots[0], _names(axes))
@@ -243,7 +243,7 @@ def _against_axis(plot: Plot, axes: Axes, points: Sequence[Point], column: str) 
             x,
             means,
             half_widths,
-            fmt=_MARKERS[index % len(_MARKERS)] + ('-' if ordered else ''),
+            fmt=MARKERS[index % len(MARKERS)] + ('-' if ordered else ''),
             color=colours[index],
             linewidth=0.8,
             elinewidth=1.4,
@@ -329,8 +329,8 @@ def _mark_diverged(plot: Plot, positions: Mapping[Any, float], points: Sequence[
 
 
 def _colours(count: int) -> list[Any]:
-    if count <= len(_PALETTE):
-        return list(_PALETTE[:count])
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
     return list(matplotlib.colormaps['viridis'](np.linspace(0, 0.92, count)))
 
 

@@ -391,21 +391,28 @@ def differences(old, new):
 
 def describe_environment(corpus):
     """What produced a result: command, packages, device, git commit, corpus."""
+    return {
+        'command': train_command(),
+        **describe_machine(),
+        'corpus': corpus.name,
+        'corpus_sha256': corpus.sha256,
+        'unknown_share': corpus.unknown_share,
+        'vocab_size': corpus.tokenizer.vocab_size,
+    }
+
+
+def describe_machine():
+    """Packages, device and git commit."""
     packages = (
         'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy', 'sentencepiece',
         'tensorflow-datasets', 'babel',
     )  # fmt: skip
     device = jax.devices()[0]
     return {
-        'command': train_command(),
         'packages': {name: importlib.metadata.version(name) for name in packages},
         'python': sys.version.split()[0],
         'device': f'{len(jax.devices())} × {device.device_kind} ({device.platform})',
         **_git_state(),
-        'corpus': corpus.name,
-        'corpus_sha256': corpus.sha256,
-        'unknown_share': corpus.unknown_share,
-        'vocab_size': corpus.tokenizer.vocab_size,
     }
 
 

@@ -51,20 +51,24 @@ def _new_model(model, vocab_size, key):
 
 def make_init(config, vocab_size):
     """A jitted function seed -> TrainState at step 0; eager NNX initialisation takes seconds."""
-    optimizer = make_optimizer(config.optim, config.train.steps)
 
     @jax.jit
     def init(seed):
         params = nnx.split(_new_model(config.model, vocab_size, seed_keys(seed)[0]))[1]
-        return TrainState(
-            params=params,
-            opt_state=optimizer.init(params),
-            step=jnp.int32(0),
-            seed=jnp.asarray(seed, jnp.uint32),
-            finite=jnp.bool_(True),
-        )
+        return start_state(config, params, seed)
 
     return init
+
+
+def start_state(config, params, seed):
+    """The `TrainState` before the first step."""
+    return TrainState(
+        params=params,
+        opt_state=make_optimizer(config.optim, config.train.steps).init(params),
+        step=jnp.int32(0),
+        seed=jnp.asarray(seed, jnp.uint32),
+        finite=jnp.bool_(True),
+    )
 
 
 def make_train_step(config, model, losses):

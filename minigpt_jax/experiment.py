@@ -1,0 +1,173 @@
+"""What an experiment is: a question, its measurement, verdicts on what is claimed, and its files.
+
+    python -m experiments.NAME [--out=DIR] [--quick]
+
+A script below `experiments/` has a function `measure(quick)`, which returns an `Outcome`, and hands
+it to `run_command`: tables and verdicts are printed, and `NAME.json` and `NAME.png` written.
+"""
+
+import concurrent.futures
+import dataclasses
+import datetime
+import hashlib
+import json
+import pathlib
+import queue
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from minigpt_jax import cli
+from minigpt_jax.report.figures import png
+from minigpt_jax.report.tables import write_atomically
+from minigpt_jax.training.config import describe_machine, write_json
+
+VERDICTS = ('holds', 'holds under a condition', 'does not hold', 'not decided', 'open')
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What somebody says, beside what was measured.
+
+    Attributes:
+      source: which part of the articles, or which paper.
+      text: the claim in a sentence.
+      theirs: the figure that is given there; empty if it is asserted without one.
+      ours: our figure, with its interval where it is a statistic.
+      verdict: one of `VERDICTS`; a condition stands in `ours`.
+    """
+
+    source: str
+    text: str
+    theirs: str
+    ours: str
+    verdict: str
+
+    def __post_init__(self):
+        if self.verdict not in VERDICTS:
+            raise ValueError(f'verdict={self.verdict!r}: choose from {VERDICTS}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What an experiment measured.
+
+    Attributes:
+      tables: (title, headers, rows of text or numbers): what is printed.
+      numbers: every number of the tables and of the figure, as JSON holds it or as NumPy arrays.
+      claims: verdicts.
+      figure: the one picture.
+    """
+
+    tables: list[tuple[str, list[str], list[list]]]
+    numbers: dict[str, Any]
+    claims: list[Claim]
+    figure: Figure
+
+
+def run_command(file, measure):
+    """Runs the script `file` as a command: see the top of this module."""
+    out = flags.DEFINE_string('out', 'runs/experiments', 'Directory for the JSON and the figure.')
+    quick = flags.DEFINE_bool('quick', False, 'Much smaller: whether it runs, not what it finds.')
+
+    def main():
+        cli.use_compilation_cache()
+        cli.use_cpu_devices(cli.cpu_cores())
+        directory = cli.directory('out', out.value)
+        directory.mkdir(parents=True, exist_ok=True)
+        record = run(pathlib.Path(file), measure, directory, quick=quick.value)
+        print(describe(record))
+        name = pathlib.Path(file).stem
+        print(f'\nfigure: {directory / name}.png\nnumbers: {directory / name}.json')
+        return 0
+
+    cli.run_command(main)
+
+
+def run(file, measure, directory, *, quick):
+    """Measures, writes `NAME.json` and `NAME.png`, and returns the record that the JSON holds."""
+    started = time.monotonic()
+    outcome = measure(quick)
+    record = {
+        'experiment': file.stem,
+        'quick': quick,
+        'code_sha256': code_hash(file),
+        'seconds': round(time.monotonic() - started, 1),
+        'finished': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        'environment': {'command': shlex.join(['python', *sys.argv])} | describe_machine(),
+        'claims': [dataclasses.asdict(claim) for claim in outcome.claims],
+        'tables': [list(table) for table in outcome.tables],
+        'numbers': outcome.numbers,
+    }
+    record = json.loads(json.dumps(record, default=_as_json))
+    write_atomically(directory / f'{file.stem}.png', png(outcome.figure))
+    write_json(directory / f'{file.stem}.json', record)  # last: whoever finds it has both
+    return record
+
+
+def on_all_devices(function, jobs):
+    """[function(*job) for job in jobs], as many at once as jax has devices: a CPU's are its cores.
+
+    The function must wait for its result, by making it NumPy's for instance.
+    """
+    free = queue.SimpleQueue()
+    for device in jax.devices():
+        free.put(device)
+
+    def run_one(job):
+        device = free.get()
+        try:
+            with jax.default_device(device):
+                return function(*job)
+        finally:
+            free.put(device)
+
+    with concurrent.futures.ThreadPoolExecutor(len(jax.devices())) as pool:
+        return list(pool.map(run_one, jobs))
+
+
+def read(file, directory, *, quick):
+    """The record of an earlier run of the same code, or None."""
+    try:
+        record = json.loads((directory / f'{file.stem}.json').read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return None
+    wanted = {'experiment': file.stem, 'quick': quick, 'code_sha256': code_hash(file)}
+    same = isinstance(record, dict) and wanted.items() <= record.items()
+    return record if same and (directory / f'{file.stem}.png').exists() else None
+
+
+def code_hash(file):
+    """A digest of the script and of all that it may compute with: the package but for reports."""
+    package = pathlib.Path(__file__).parent
+    rooms = ('model', 'data', 'training', 'inference', 'analysis')
+    sources = [file, *sorted(p for room in rooms for p in (package / room).rglob('*.py'))]
+    return hashlib.sha256(b'\0'.join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def describe(record):
+    """The tables and verdicts of a record, for a terminal."""
+    parts = [
+        f'{title}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}'
+        for title, headers, rows in record['tables']
+    ]
+    for claim in record['claims']:
+        theirs = f'   there: {claim["theirs"]}\n' if claim['theirs'] else ''
+        parts.append(
+            f'{claim["source"]}: {claim["text"]}\n{theirs}   here:  {claim["ours"]}\n'
+            f'   → {claim["verdict"]}'
+        )
+    return '\n\n'.join(parts)
+
+
+def _as_json(value):
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f'{value!r} does not go into JSON')

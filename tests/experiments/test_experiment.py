@@ -1,0 +1,75 @@
+"""What every experiment leaves, and when it is read instead of run."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from minigpt_jax import experiment
+
+OUTCOME = experiment.Outcome(
+    tables=[('A table', ['n', 'value'], [['1', '0.50'], ['2', '0.10']])],
+    numbers={'values': np.array([0.5, 0.1]), 'count': np.int64(2)},
+    claims=[experiment.Claim('B2', 'It falls', '.5 → .1', '0.50 → 0.10', 'holds')],
+    figure=Figure(),
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / 'falling.py'
+    path.write_text('"""Does it fall?"""\n')
+    return path
+
+
+def test_leaves_every_number_a_picture_and_where_they_are_from(script, tmp_path):
+    record = experiment.run(script, lambda quick: OUTCOME, tmp_path, quick=False)
+    assert json.loads((tmp_path / 'falling.json').read_text()) == record
+    assert record['numbers'] == {'values': [0.5, 0.1], 'count': 2}
+    assert (tmp_path / 'falling.png').read_bytes().startswith(b'\x89PNG')
+    assert 'jax' in record['environment']['packages']
+    text = experiment.describe(record)
+    assert '2    0.10' in text
+    assert 'B2: It falls\n   there: .5 → .1\n   here:  0.50 → 0.10\n   → holds' in text
+
+
+def test_is_read_again_only_if_it_is_of_the_same_code_and_size(script, tmp_path):
+    assert experiment.read(script, tmp_path, quick=False) is None
+    record = experiment.run(script, lambda quick: OUTCOME, tmp_path, quick=False)
+    assert experiment.read(script, tmp_path, quick=False) == record
+    assert experiment.read(script, tmp_path, quick=True) is None
+    (tmp_path / 'falling.png').rename(tmp_path / 'away.png')
+    assert experiment.read(script, tmp_path, quick=False) is None
+    (tmp_path / 'away.png').rename(tmp_path / 'falling.png')
+    script.write_text('"""Does it rise?"""\n')
+    assert experiment.read(script, tmp_path, quick=False) is None
+
+
+def test_the_digest_is_of_the_code_that_computes():
+    file = pathlib.Path(experiment.__file__)
+    assert experiment.code_hash(file) != experiment.code_hash(file.with_name('cli.py'))
+
+
+def test_a_damaged_record_is_none(script, tmp_path):
+    experiment.run(script, lambda quick: OUTCOME, tmp_path, quick=False)
+    for text in ('{"experiment": "fal', '[]', ''):
+        (tmp_path / 'falling.json').write_text(text)
+        assert experiment.read(script, tmp_path, quick=False) is None
+
+
+def test_a_verdict_is_one_of_the_known():
+    with pytest.raises(ValueError, match="verdict='perhaps': choose from"):
+        experiment.Claim('A', 'x', '', '', 'perhaps')
+
+
+def test_jobs_run_once_each_in_order_of_their_results():
+    seen = []
+
+    def double(x):
+        seen.append(x)
+        return 2 * x
+
+    assert experiment.on_all_devices(double, [(x,) for x in range(20)]) == list(range(0, 40, 2))
+    assert sorted(seen) == list(range(20))
