@@ -145,8 +145,9 @@ def look(model, params, num_keys, num_lookups, count=PICTURED_QUERIES):
     return np.asarray(weights_BHTS[:, :, 0].swapaxes(0, 1)), np.asarray(test['named_BM'])
 
 
-def measure(quick):
-    cells, seeds, num_steps = (QUICK_CELLS, SEEDS[:3], 600) if quick else (CELLS, SEEDS, 1500)
+def measure(setting):
+    size = (QUICK_CELLS, SEEDS[:3], 600) if setting.quick else (CELLS, SEEDS, 1500)
+    cells, seeds, num_steps = size
     jobs = [(*cell, heads) for cell, counts in cells.items() for heads in counts]
     pictures = {}
 

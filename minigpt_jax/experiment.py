@@ -2,8 +2,8 @@
 
     python -m experiments.NAME [--out=DIR] [--quick]
 
-A script below `experiments/` has a function `measure(quick)`, which returns an `Outcome`, and hands
-it to `run_command`: tables and verdicts are printed, and `NAME.json` and `NAME.png` written.
+A script below `experiments/` has a function `measure(setting)`, which returns an `Outcome`, and
+hands it to `run_command`: tables and verdicts are printed, `NAME.json` and `NAME.png` written.
 """
 
 import concurrent.futures
@@ -56,6 +56,22 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
+class Setting:
+    """How an experiment is run.
+
+    Attributes:
+      quick: much smaller: whether it runs, not what it finds.
+      out: where the files of experiments are.
+      workdir: a directory for trained runs, of this code alone, so that what is found there may be
+        continued; it need not exist.
+    """
+
+    quick: bool
+    out: pathlib.Path
+    workdir: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """What an experiment measured.
 
@@ -94,11 +110,12 @@ def run_command(file, measure):
 def run(file, measure, directory, *, quick):
     """Measures, writes `NAME.json` and `NAME.png`, and returns the record that the JSON holds."""
     started = time.monotonic()
-    outcome = measure(quick)
+    identity = _identity(file, quick)
+    size = '-quick' if quick else ''
+    workdir = directory / f'{file.stem}{size}-{identity["code_sha256"][:8]}'
+    outcome = measure(Setting(quick, directory, workdir))
     record = {
-        'experiment': file.stem,
-        'quick': quick,
-        'code_sha256': code_hash(file),
+        **identity,
         'seconds': round(time.monotonic() - started, 1),
         'finished': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'environment': {'command': shlex.join(['python', *sys.argv])} | describe_machine(),
@@ -139,9 +156,12 @@ def read(file, directory, *, quick):
         record = json.loads((directory / f'{file.stem}.json').read_text(encoding='utf-8'))
     except (OSError, ValueError):
         return None
-    wanted = {'experiment': file.stem, 'quick': quick, 'code_sha256': code_hash(file)}
-    same = isinstance(record, dict) and wanted.items() <= record.items()
+    same = isinstance(record, dict) and _identity(file, quick).items() <= record.items()
     return record if same and (directory / f'{file.stem}.png').exists() else None
+
+
+def _identity(file, quick):
+    return {'experiment': file.stem, 'quick': quick, 'code_sha256': code_hash(file)}
 
 
 def code_hash(file):

@@ -25,7 +25,7 @@ def script(tmp_path):
 
 
 def test_leaves_every_number_a_picture_and_where_they_are_from(script, tmp_path):
-    record = experiment.run(script, lambda quick: OUTCOME, tmp_path, quick=False)
+    record = experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=False)
     assert json.loads((tmp_path / 'falling.json').read_text()) == record
     assert record['numbers'] == {'values': [0.5, 0.1], 'count': 2}
     assert (tmp_path / 'falling.png').read_bytes().startswith(b'\x89PNG')
@@ -37,7 +37,7 @@ def test_leaves_every_number_a_picture_and_where_they_are_from(script, tmp_path)
 
 def test_is_read_again_only_if_it_is_of_the_same_code_and_size(script, tmp_path):
     assert experiment.read(script, tmp_path, quick=False) is None
-    record = experiment.run(script, lambda quick: OUTCOME, tmp_path, quick=False)
+    record = experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=False)
     assert experiment.read(script, tmp_path, quick=False) == record
     assert experiment.read(script, tmp_path, quick=True) is None
     (tmp_path / 'falling.png').rename(tmp_path / 'away.png')
@@ -52,8 +52,25 @@ def test_the_digest_is_of_the_code_that_computes():
     assert experiment.code_hash(file) != experiment.code_hash(file.with_name('cli.py'))
 
 
+def test_runs_of_other_code_or_size_are_kept_apart(script, tmp_path):
+    seen = []
+
+    def measure(setting):
+        seen.append((setting.quick, setting.workdir))
+        return OUTCOME
+
+    for quick in (False, True, False):
+        experiment.run(script, measure, tmp_path, quick=quick)
+    script.write_text('"""Does it rise?"""\n')
+    experiment.run(script, measure, tmp_path, quick=False)
+    assert [quick for quick, _ in seen] == [False, True, False, False]
+    workdirs = [workdir for _, workdir in seen]
+    assert workdirs[0] == workdirs[2]
+    assert len(set(workdirs)) == 3
+
+
 def test_a_damaged_record_is_none(script, tmp_path):
-    experiment.run(script, lambda quick: OUTCOME, tmp_path, quick=False)
+    experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=False)
     for text in ('{"experiment": "fal', '[]', ''):
         (tmp_path / 'falling.json').write_text(text)
         assert experiment.read(script, tmp_path, quick=False) is None

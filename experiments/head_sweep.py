@@ -1,0 +1,182 @@
+"""How many heads, at which width, context and learning rate, and what do they cost?
+
+    python -m experiments.head_sweep [--quick]      87 runs; --quick: 6
+
+The article says that at a fixed width more heads help, then stop helping, then hurt, and that they
+cost memory; it measures none of it. Here are the sweeps of configs/heads_sweep.py along more axes,
+three seeds each, differences paired by seed:
+
+- rate: head counts at a width of 128, also at half and double the learning rate, since the best
+  rate may depend on the heads;
+- width: head counts at a width of 64;
+- context: at half and double the context length;
+- d_head: heads of a fixed size, so that the width grows with them.
+
+Expected: at this size and after so few steps one head is as good as any, whatever the rate; every
+doubling of the heads adds the same again to the memory that scores take, B·h·T² numbers a layer.
+"""
+
+from matplotlib.figure import Figure
+
+from configs import heads_sweep
+from minigpt_jax import experiment
+from minigpt_jax.report.figures import MARKERS, PALETTE, styled
+from minigpt_jax.report.statistics import (
+    best_point,
+    mean_interval,
+    paired_differences,
+    seed_noise_test,
+)
+from minigpt_jax.report.tables import read_results_csv
+from minigpt_jax.training import sweep
+from minigpt_jax.training.config import RunError
+
+HEADS, SEEDS = ('model.num_heads', (1, 2, 4, 8, 16)), ('seed', (0, 1, 2))
+SWEEPS = {
+    'rate': (('optim.learning_rate', (2e-3, 4e-3, 8e-3)), HEADS, SEEDS),
+    'width': (('model.d_model', (64,)), HEADS, SEEDS),
+    'context': (('model.context_length', (32, 128)), ('model.num_heads', (1, 4, 16)), SEEDS),
+    'd_head': ((('model.num_heads', 'model.d_model'), ((2, 32), (4, 64), (8, 128))), SEEDS),
+}
+QUICK_SWEEPS = {'rate': (('optim.learning_rate', (4e-3,)), ('model.num_heads', (1, 4)), SEEDS)}
+COLUMNS = ('val_loss', 'tokens_per_second', 'step_ms', 'peak_memory_mb', 'num_params')
+
+
+def measure(setting):
+    series = {}
+    for name, axes in (QUICK_SWEEPS if setting.quick else SWEEPS).items():
+        config = heads_sweep.get_config('quick' if setting.quick else '')
+        config.sweep = axes
+        if sweep.run(config, setting.workdir / name) != 0:
+            raise RunError(f'{setting.workdir / name}: a run failed; its report says why')
+        for row in read_results_csv(setting.workdir / name / 'results.csv'):
+            title = title_of(name, row)
+            series.setdefault(title, {}).setdefault(row['num_heads'], []).append(row)
+    return experiment.Outcome(
+        tables=[tabulate(series)],
+        numbers={
+            title: {heads: [{'seed': r['seed'], **{c: r[c] for c in COLUMNS}} for r in rows]
+                    for heads, rows in by_heads.items()}
+            for title, by_heads in series.items()
+        },
+        claims=judge(series),
+        figure=draw(series),
+    )  # fmt: skip
+
+
+def title_of(name, row):
+    """What a series of head counts has in common."""
+    if name == 'd_head':
+        return f'd_head {row["d_head"]}, the width grows'
+    column = {'rate': 'learning_rate', 'width': 'd_model', 'context': 'context_length'}[name]
+    return f'{column} {row[column]:g}'
+
+
+def losses(by_heads):
+    """{heads: {seed: loss}} of a series, of the runs that did not diverge."""
+    return {
+        heads: {r['seed']: r['val_loss'] for r in rows if r['status'] == 'ok'}
+        for heads, rows in by_heads.items()
+    }
+
+
+def tabulate(series):
+    rows = []
+    for title, by_heads in series.items():
+        values = losses(by_heads)
+        differences = {c.point: c for c in paired_differences(values)}
+        for heads, runs in by_heads.items():
+            compared = differences.get(heads)
+            rows.append(
+                [
+                    title,
+                    heads,
+                    interval(values[heads].values()),
+                    'best'
+                    if compared is None
+                    else f'{compared.difference:+.3f} ± {compared.half_width:.3f}',
+                    f'{mean_interval([r["step_ms"] for r in runs])[0]:.1f}',
+                    f'{runs[0]["peak_memory_mb"]:.1f}',
+                ]
+            )
+    headers = ['series', 'heads', 'val loss', 'vs best', 'step ms', 'memory MB']
+    return f'Validation loss in nats a token, {len(SEEDS[1])} seeds', headers, rows
+
+
+def interval(values):
+    mean, half = mean_interval(values)
+    return f'{mean:.3f}' if half is None else f'{mean:.3f} ± {half:.3f}'
+
+
+def judge(series):
+    claims = []
+    for title, by_heads in series.items():
+        values = losses(by_heads)
+        if title.startswith('d_head') or len(values) < 2:
+            continue
+        best, noise = best_point(values), seed_noise_test(values)
+        decided = noise is not None and noise.p_value < 0.05
+        most, helps = max(values), best > min(values)
+        claims.append(
+            experiment.Claim(
+                source='A',
+                text=f'At a fixed width more heads help, then stop, then hurt ({title})',
+                theirs='asserted',
+                ours=f'best with {best}: {interval(values[best].values())}; with {min(values)}: '
+                f'{interval(values[min(values)].values())}, with {most}: '
+                f'{interval(values[most].values())}; '
+                + (f'F test p = {noise.p_value:.2g}' if noise else 'too few seeds for a test'),
+                verdict='not decided' if not decided
+                else 'holds' if helps and best < most
+                else 'does not hold',
+            )
+        )  # fmt: skip
+    by_heads = next(iter(series.values()))
+    few, many = min(by_heads), max(by_heads)
+    memory = {heads: rows[0]['peak_memory_mb'] for heads, rows in by_heads.items()}
+    step = {h: mean_interval([r['step_ms'] for r in rows])[0] for h, rows in by_heads.items()}
+    per_head = (memory[many] - memory[few]) / (many - few)
+    claims.append(
+        experiment.Claim(
+            source='A',
+            text='More heads cost memory, though the multiply-adds stay',
+            theirs='scores are B·h·T², multiply-adds 2T²C',
+            ours=f'{memory[few]:.1f} MB with {few}, {memory[many]:.1f} with {many}: '
+            f'{per_head:.2f} MB a head; {step[few]:.1f} ms a step, then {step[many]:.1f}',
+            verdict='holds' if memory[many] > memory[few] else 'does not hold',
+        )
+    )
+    return claims
+
+
+@styled
+def draw(series):
+    figure = Figure(figsize=(10, 4))
+    plots = figure.subplots(1, 2)
+    for (title, by_heads), colour, marker in zip(series.items(), PALETTE, MARKERS, strict=False):
+        values = losses(by_heads)
+        heads = list(values)
+        plots[0].errorbar(
+            heads,
+            [mean_interval(values[h].values())[0] for h in heads],
+            [mean_interval(values[h].values())[1] or 0 for h in heads],
+            color=colour, marker=marker, capsize=3, label=title,
+        )  # fmt: skip
+        plots[1].plot(
+            heads,
+            [by_heads[h][0]['peak_memory_mb'] for h in heads],
+            color=colour, marker=marker,
+        )  # fmt: skip
+    for plot in plots:
+        plot.set_xscale('log', base=2)
+        counts = sorted({heads for by_heads in series.values() for heads in by_heads})
+        plot.set_xticks(counts, [str(x) for x in counts])
+        plot.set_xlabel('heads')
+    plots[0].set_title('Validation loss, nats per token (mean, 95 % interval of three seeds)')
+    plots[1].set_title('Memory of a train step, MB')
+    figure.legend(loc='outside right center')
+    return figure
+
+
+if __name__ == '__main__':
+    experiment.run_command(__file__, measure)
