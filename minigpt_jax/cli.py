@@ -13,6 +13,8 @@ from absl import app, flags, logging
 from minigpt_jax.training.checkpoint import load_run
 from minigpt_jax.training.config import KEYS, is_utf8, unknown_key
 
+flags.disclaim_key_flags()  # a flag that is defined here stands in --help of the command
+
 
 def run_command(main):
     """Runs `main()`, which returns an exit status, with parsed flags.
@@ -40,7 +42,12 @@ def run_command(main):
 
     def guarded(_):
         try:
-            sys.exit(main())
+            status = main()
+            sys.stdout.flush()
+            sys.exit(status)
+        except BrokenPipeError:  # whoever read the output has enough of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         except OSError as error:
             fail(f'{error.filename}: {error.strerror}' if error.filename else error)
         except ValueError as error:
@@ -96,7 +103,10 @@ def define_search_flags():
         'beam', 1, 'Hypotheses a line; 1: greedy.', lower_bound=1, upper_bound=1000
     )
     average = flags.DEFINE_integer('average', 1, 'Newest checkpoints to average.', lower_bound=1)
-    penalty = flags.DEFINE_float('length_penalty', 0.6, 'α of lp.', lower_bound=0, upper_bound=100)
+    penalty = flags.DEFINE_float(
+        'length_penalty', 0.6, 'α of lp = ((5 + length) / 6)^α; a score is log p / lp.',
+        lower_bound=0, upper_bound=100,
+    )  # fmt: skip
     flags.register_validator(penalty, math.isfinite, 'must be a finite number')  # a bound lets NaN
     return beam, average, penalty
 

@@ -7,11 +7,14 @@ A decoder: loss, perplexity, bits per byte. A model of hidden tokens or of image
 and accuracy. An encoder-decoder: loss and perplexity of target tokens, and of its translations
 exact match, sacreBLEU and chrF with their signatures, and the lower-cased tokenised BLEU of the
 literature. A source that is too long has an empty translation (`too_long` counts them), and a pair
-of which a side is too long no loss (`without_loss`). Pairs of which a side is empty are left out.
+of which a side is too long no loss (`without_loss`): training leaves such pairs out of all that it
+judges. Pairs of which a side is empty are left out.
 """
 
+import contextlib
 import json
 import math
+import sys
 
 import jax
 from absl import flags
@@ -40,13 +43,19 @@ def main():
     workdir = cli.directory('workdir', _WORKDIR.value)
     run = load_run(workdir, _AVERAGE.value)
     family = run.config.model.family
-    if family != 'encoder_decoder' and _SOURCE.value is not None:
-        cli.fail(
-            f'--source: {workdir} holds a model of the family {family}, which translates nothing'
-        )
-    figures = (_translation if family == 'encoder_decoder' else _validation)(run, workdir)
+    for flag in (_SOURCE, _BEAM, _LENGTH_PENALTY):
+        if family != 'encoder_decoder' and flag.present:
+            cli.fail(
+                f'--{flag.name}: {workdir} holds a model of the family {family}, which translates '
+                'nothing'
+            )
+    with contextlib.redirect_stdout(sys.stderr):  # where notices go: stdout is for the figures
+        figures = (_translation if family == 'encoder_decoder' else _validation)(run, workdir)
     figures = {'step': run.step} | figures
-    print(json.dumps(figures, ensure_ascii=False) if _JSON.value else tabulate(figures.items()))
+    if _JSON.value:
+        print(json.dumps(figures, ensure_ascii=False))
+    else:
+        print(tabulate(figures.items(), floatfmt='.6g'))
     return 0
 
 
@@ -56,7 +65,12 @@ def _validation(run, workdir):
     check_corpus(workdir, corpus)
     task = task_class(run.config, corpus)
     loss = _mean_loss(run, task_class, task.validation())
-    return loss | task.judge(run.model, run.params) | task.columns(loss['loss'])
+    columns = task.columns(loss['loss'])
+    if 'val_perplexity' in columns:  # the family has none
+        del loss['perplexity'], columns['val_perplexity']
+    if 'bits_per_byte' in columns and columns['bits_per_byte'] is None:
+        print('no bits per byte: the text has symbols that the tokenizer does not know')
+    return loss | task.judge(run.model, run.params) | columns
 
 
 def _translation(run, workdir):
@@ -89,6 +103,8 @@ def _translation(run, workdir):
     hypotheses = [best[0].text if best else '' for best in found]
     return (
         {
+            'beam': _BEAM.value,
+            'length_penalty': _LENGTH_PENALTY.value,
             'pairs': len(texts),
             'too_long': found.count(None),
             'without_loss': pairs.num_too_long(encoded, length),

@@ -29,6 +29,8 @@ from minigpt_jax.report.figures import png
 from minigpt_jax.report.tables import write_atomically
 from minigpt_jax.training.config import describe_machine, write_json
 
+flags.disclaim_key_flags()  # a flag that is defined here stands in --help of the script
+
 VERDICTS = ('holds', 'holds under a condition', 'does not hold', 'not decided', 'open')
 
 

@@ -20,13 +20,18 @@ from minigpt_jax.data.corpora import decode_utf8, split_lines
 from minigpt_jax.inference.decoding import translate
 from minigpt_jax.report import figures
 from minigpt_jax.report.tables import write_atomically
+from minigpt_jax.training.config import is_utf8
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a trained run.', required=True)
 _TEXT = flags.DEFINE_string('text', None, 'Text to translate; without it and --input, stdin.')
 _INPUT = flags.DEFINE_string('input', None, 'File to translate, UTF-8.')
 _BEAM, _AVERAGE, _LENGTH_PENALTY = cli.define_search_flags()
-_NBEST = flags.DEFINE_integer('nbest', 1, 'Translations a line, best first.', lower_bound=1)
-_SCORES = flags.DEFINE_bool('scores', False, 'Put the score, log p / lp, before each translation.')
+_NBEST = flags.DEFINE_integer(
+    'nbest', 1, 'Translations a line, best first; at most --beam.', lower_bound=1
+)
+_SCORES = flags.DEFINE_bool(
+    'scores', False, 'Put the score, log p / lp, before each translation; see --length_penalty.'
+)
 _ALIGNMENT = flags.DEFINE_string('alignment', None, 'Draw the attention of one line, a PNG.')
 _LAYER = flags.DEFINE_integer('layer', None, 'Of the alignment, from 0; default: the mean.')
 _HEAD = flags.DEFINE_integer('head', None, 'Of the alignment, from 0; default: the mean.')
@@ -34,9 +39,11 @@ _HEAD = flags.DEFINE_integer('head', None, 'Of the alignment, from 0; default: t
 
 def main():
     if _NBEST.value > _BEAM.value:
-        cli.fail(f'--nbest={_NBEST.value}: at most --beam={_BEAM.value}')
+        cli.fail(f'--nbest={_NBEST.value}: at most --beam={_BEAM.value}; give --beam, too')
     if _TEXT.value is not None and _INPUT.value is not None:
         cli.fail('--text and --input: give one of them')
+    if _ALIGNMENT.value is not None:
+        _check_picture(pathlib.Path(_ALIGNMENT.value))
     for flag in (_LAYER, _HEAD):
         if flag.value is not None and _ALIGNMENT.value is None:
             cli.fail(f'--{flag.name}={flag.value}: is about the figure of --alignment=FILE.png')
@@ -56,7 +63,13 @@ def main():
         length_penalty=_LENGTH_PENALTY.value,
     )
     status = 0
-    for number, best in enumerate(found, start=1):
+    for number, (line, best) in enumerate(zip(lines, found, strict=True), start=1):
+        if unknown := run.tokenizer.source.unknown_symbols(line):
+            print(
+                f'line {number}: unknown to the tokenizer of this run: '
+                f'{" ".join(map(repr, unknown))}',
+                file=sys.stderr,
+            )
         if best is None:
             status = 1
             print(
@@ -76,6 +89,14 @@ def main():
 def _line(translation):
     text = ' '.join(translation.text.splitlines())  # a model may write the end of a line
     return f'{translation.score:.4f}\t{text}' if _SCORES.value else text
+
+
+def _check_picture(path):
+    if path.suffix.lower() != '.png':
+        cli.fail(f'--alignment={path}: the name of a PNG file ends in .png')
+    if path.is_dir() or not path.parent.is_dir():
+        what = 'a directory' if path.is_dir() else f'there is no directory {path.parent}'
+        cli.fail(f'--alignment={path}: {what}; give a file to write')
 
 
 def _check_alignment(model, lines):
@@ -108,10 +129,16 @@ def _draw_alignment(run, best):
 def _lines():
     """The lines to translate: of a flag, a file or the pipe."""
     if _TEXT.value is not None:
+        if not is_utf8(_TEXT.value):
+            cli.fail('--text is not UTF-8')
         text = _TEXT.value or '\n'  # an empty line is one, too
     elif _INPUT.value is not None:
         path = pathlib.Path(_INPUT.value)
+        if not path.is_file():
+            cli.fail(f'--input={_INPUT.value}: no such file')
         text = decode_utf8(path, path.read_bytes())
+    elif sys.stdin is None:
+        cli.fail('standard input is closed: give --text or --input')
     else:
         text = decode_utf8('standard input', sys.stdin.buffer.read())
     return split_lines(text)

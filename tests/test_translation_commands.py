@@ -93,7 +93,10 @@ def test_a_line_that_is_too_long_is_named_and_the_others_are_answered(workdir):
         (('--layer=0',), b'', '--layer=0: is about the figure of --alignment'),
         (('--alignment=x.png',), b'a\nb\n', '--alignment=x.png: draws one line'),
         (('--alignment=x.png', '--head=9'), b'a\n', '--head=9: there are 2, from 0 to 1'),
-        (('--input=none',), b'', 'none: No such file or directory'),
+        (('--alignment=x.pdf',), b'a\n', '--alignment=x.pdf: the name of a PNG file ends in .png'),
+        (('--alignment=no/x.png',), b'a\n', 'no/x.png: there is no directory no; give a file'),
+        (('--input=none',), b'', '--input=none: no such file'),
+        (('--text=\udcff',), b'', '--text is not UTF-8'),
         (('--input=none', '--text=a'), b'', '--text and --input: give one of them'),
     ],
 )
@@ -102,6 +105,25 @@ def test_translate_answers_bad_input_with_one_line(workdir, arguments, text, lin
     assert done.returncode == 2
     assert line in done.stderr.decode()
     assert done.stderr.decode().count('\n') == 1
+
+
+def test_symbols_that_the_tokenizer_does_not_know_are_named(workdir):
+    done = piped(workdir, 'abc\naXbß\n'.encode())
+    assert done.returncode == 0
+    assert done.stdout.count(b'\n') == 2
+    assert done.stderr.decode() == "line 2: unknown to the tokenizer of this run: 'X' 'ß'\n"
+
+
+def test_a_closed_input_or_output_is_no_traceback(workdir):
+    command = f'{sys.executable} -m minigpt_jax.translate --workdir={workdir}'
+    for line, said in (
+        (f'{command} <&-', 'error: standard input is closed: give --text or --input\n'),
+        (f'yes abc | head -200 | {command} | head -0', ''),
+    ):
+        done = subprocess.run(
+            line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert done.stderr == said
 
 
 def test_a_workdir_of_the_wrong_family_is_refused(workdir, text_file, tmp_path):
@@ -116,6 +138,9 @@ def test_a_workdir_of_the_wrong_family_is_refused(workdir, text_file, tmp_path):
     assert done.returncode == 2
     assert 'the family decoder, and this command takes encoder_decoder' in done.stderr
     assert done.stderr.count('\n') == 1
+    done = run('evaluate', f'--workdir={tmp_path}', '--beam=2', check=False)
+    assert done.returncode == 2
+    assert 'the family decoder, which translates nothing' in done.stderr
     # evaluate takes both.
     figures = json.loads(run('evaluate', f'--workdir={tmp_path}', '--json').stdout)
     summary = json.loads((tmp_path / 'summary.json').read_text())
@@ -124,7 +149,10 @@ def test_a_workdir_of_the_wrong_family_is_refused(workdir, text_file, tmp_path):
 
 
 def test_evaluate_on_validation_and_on_files(workdir, tmp_path):
-    figures = json.loads(run('evaluate', f'--workdir={workdir}', '--json').stdout)
+    # Where the corpus has to be prepared again, that is not said in the midst of the figures.
+    done = run('evaluate', f'--workdir={workdir}', '--json', TFDS_DATA_DIR=str(tmp_path / 'empty'))
+    assert 'preparing copy' in done.stderr
+    figures = json.loads(done.stdout)
     summary = json.loads((workdir / 'summary.json').read_text())
     np.testing.assert_allclose(figures['loss'], summary['val_loss'], rtol=1e-4)
     np.testing.assert_allclose(figures['perplexity'], np.exp(figures['loss']))

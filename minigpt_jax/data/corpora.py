@@ -508,7 +508,14 @@ class Parallel(_PairBuilder, skip_registration=True):
         train = [pair for pair in train if pair[0] not in held_out]
         if not train or not validation:
             split = 'validation' if train else 'training'
-            raise DataError(f'the {split} split would be empty: use more sentences')
+            why = (
+                'its pairs lack a side, or all of its sources are in validation as well'
+                if given
+                else f'{len(held_out)} different sources of validation leave no other: use more'
+                if held_out
+                else 'too few different sources: use more'
+            )
+            raise DataError(f'{", ".join(map(str, files))}: the {split} split is empty: {why}')
         return train, validation
 
 
@@ -555,7 +562,8 @@ def _parallel_paths(data: Any) -> list[pathlib.Path]:
         paths = [pathlib.Path(part.strip()).expanduser() for part in data.path.split(',')]
         if len(set(paths)) != 2 or len(paths) != 2:
             raise DataError(
-                f'data.path={data.path}: neither a directory nor two files between a comma'
+                f'data.path={data.path}: no such directory, nor two files with a comma between '
+                'them (a file whose name has a comma: rename it)'
             )
         return paths
     if ends[0] == ends[1]:
@@ -573,9 +581,15 @@ def _parallel_paths(data: Any) -> list[pathlib.Path]:
         if [len(paths) for paths in by_end] == [1, 1]:
             found += [path for paths in by_end for path in paths]
         elif split == 'train' or any(by_end):
+            faults = [
+                f'no {split}.{end}' if not paths else f'both {split}.{end} and {split}.{end}.gz'
+                for end, paths in zip(ends, by_end, strict=True)
+                if len(paths) != 1
+            ]
             raise DataError(
-                f'{root} has not both {split}.{ends[0]} and {split}.{ends[1]}, plain or .gz, each '
-                'once: set data.source_language and data.target_language to the ends of its files'
+                f'{root} has {" and ".join(faults)}: it takes {split}.{ends[0]} and '
+                f'{split}.{ends[1]}, plain or .gz, the ends being data.source_language and '
+                'data.target_language'
             )
     return found
 

@@ -178,17 +178,18 @@ def make_buckets(
             f'has {longest.min()} tokens'
         )
     rows = rows[np.argsort(longest[rows], kind='stable')]
+    needed = multiple * int(longest[rows[-1]])
+    if tokens_per_batch is not None and tokens_per_batch < needed:
+        raise DataError(
+            f'data.tokens_per_batch={tokens_per_batch}: too few for {multiple} pairs of '
+            f'{longest[rows[-1]]} tokens; give at least {needed}'
+        )
     buckets = []
     for own in np.split(rows, _cuts(longest[rows], num_buckets)):
         S, T = int(pairs.source_lengths[own].max()), int(pairs.target_lengths[own].max())
         size = batch_size
         if tokens_per_batch is not None:
             size = tokens_per_batch // max(S, T) // multiple * multiple
-        if not size:
-            raise DataError(
-                f'data.tokens_per_batch={tokens_per_batch}: too few for {multiple} pairs of '
-                f'{max(S, T)} tokens; give at least {multiple * max(S, T)}'
-            )
         buckets.append(Bucket(S, T, size, own))
     return buckets
 

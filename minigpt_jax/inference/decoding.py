@@ -343,6 +343,9 @@ def translate_batch(model, params, batch, context_length, tokenizer):
     return tokens_BRT[:, 0], lengths_BR[:, 0]
 
 
+_MOST_BEAMS = 1024  # of all rows of a batch
+
+
 class Translation(NamedTuple):
     """A text, its score log p / lp, and the ids of source and text, EOS included."""
 
@@ -370,6 +373,7 @@ def translate(
     """
     encoded = [np.append(tokenizer.source.encode(x), tokenizer.eos_id) for x in sources]
     results = [[] if len(ids) == 1 else None for ids in encoded]
+    batch_size = max(1, min(batch_size, _MOST_BEAMS // beam_size))  # caches are of every beam
     rows = [i for i, ids in enumerate(encoded) if 1 < len(ids) <= context_length]
     rows.sort(key=lambda i: len(encoded[i]))
     for start in range(0, len(rows), batch_size):

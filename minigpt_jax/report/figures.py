@@ -71,14 +71,18 @@ def png(figure: Figure) -> bytes:
 
 
 @styled
-def loss_figure(axes: Axes, points: Sequence[Point], metric: str = 'val_loss') -> Figure:
+def loss_figure(
+    axes: Axes,
+    points: Sequence[Point],
+    metric: str = 'val_loss',
+    unit: str = 'nats per token',
+) -> Figure:
     """The metric against the first axis: a dot a run, the mean, its 95 % interval as a bar."""
     figure = Figure(figsize=(7, 4.2))
     plot = figure.subplots()
     positions = _against_axis(plot, axes, points, metric)
     _mark_diverged(plot, positions, points)
-    meaning = tables.METRICS[metric]
-    plot.set_ylabel(f'{meaning.name} ({meaning.unit})')
+    plot.set_ylabel(f'{tables.METRICS[metric].name} ({unit})')
     several = any(len(point.by_seed(metric)) > 1 for point in points)
     means = ', the marker their mean, the bar its 95 % interval' if several else ''
     plot.set_title(f'A dot is a run{means}')
@@ -109,18 +113,18 @@ def cost_figure(axes: Axes, points: Sequence[Point]) -> Figure:
 def attention_figure(
     weights: np.ndarray, keys: Sequence[str], queries: Sequence[str], title: str
 ) -> Figure:
-    """Attention weights, from 0 (white) to 1: a row for each query, a column for each key."""
+    """Attention weights, 0 white: a row for each query, a column for each key."""
     size = 0.2 * np.array([len(keys), len(queries)]) + (2.2, 1.3)
     figure = Figure(figsize=np.clip(size, (4.5, 2.5), (24, 24)))
     plot = figure.subplots()
-    image = plot.imshow(weights, cmap='Blues', vmin=0, vmax=1, aspect='auto')
+    image = plot.imshow(weights, cmap='Blues', vmin=0, aspect='auto')
     plot.set_xticks(range(len(keys)), map(_visible, keys))
     for label in plot.get_xticklabels():
         label.set_rotation(90 if len(label.get_text()) > 2 else 0)
     plot.set_yticks(range(len(queries)), map(_visible, queries))
     plot.set_xlabel('attended to (source)')
     plot.set_ylabel('chosen (target)')
-    plot.set_title(title)
+    plot.set_title(title, fontsize=8)
     plot.grid(False)
     figure.colorbar(image, ax=plot, label='attention weight')
     return figure
@@ -140,11 +144,13 @@ def learning_curves(
     points: Sequence[Point],
     curves: Mapping[tuple[str, int], Mapping[str, Curve]],
     metric: str = 'val_loss',
+    unit: str = 'nats per token',
 ) -> Figure:
     """Training and validation loss against the step: a thin line a run, a thick one their mean.
 
     `curves` maps (point, seed) to `{'train_loss': curve, 'val_loss': curve}`. With a metric other
-    than the loss of a token, tokens differ between points, and the figure says so.
+    than the loss of a token, tokens differ between points, and the figure says so. `unit` is that
+    of losses.
     """
     figure = Figure(figsize=(9, 4.4))
     plots = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -160,7 +166,7 @@ def learning_curves(
     plots[0].set_title('Training (batches as logged)')
     plots[1].set_title('Validation')
     differ = ', which differ' if metric != 'val_loss' else ''
-    plots[0].set_ylabel(f'loss (nats per token{differ})')
+    plots[0].set_ylabel(f'loss ({unit}{differ})')
     ended_well = {
         (point.name, row.get('seed'))
         for point in points

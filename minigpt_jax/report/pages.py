@@ -25,6 +25,7 @@ _MODEL_COLUMNS = (
     'positions',
 )
 _OPTIMIZER_KEYS = ('learning_rate', 'schedule', 'warmup_steps', 'weight_decay', 'clip_norm')
+_JUDGED = {'exact_match': 'exact match', 'bleu': 'BLEU', 'accuracy': 'accuracy'}
 _TERMINAL_COLUMNS = {
     'tokens_per_second': 'tokens/s',
     'step_ms': 'step ms',
@@ -54,7 +55,8 @@ def write_report(workdir: Path, axes: Axes, run_dirs: Sequence[Path]) -> str:
     text = markdown_page(sweep, pictures)
     tables.write_atomically(workdir / 'report.md', text)
     tables.write_atomically(workdir / 'report.html', html_page(sweep.title, text, pictures))
-    headers, rows = tables.point_table(axes, sweep.points, _TERMINAL_COLUMNS, sweep.metric)
+    columns = _measured(sweep, _JUDGED) | _TERMINAL_COLUMNS
+    headers, rows = tables.point_table(axes, sweep.points, columns, sweep.metric)
     parts = [tables.terminal_table(headers, rows, text_columns=len(axes))] if rows else []
     return '\n\n'.join([*parts, conclusion(sweep), f'report: {workdir / "report.html"}'])
 
@@ -63,10 +65,12 @@ def _draw(sweep: Sweep) -> dict[str, bytes]:
     """The figures that there are data for, by path below the working directory."""
     drawn = {}
     if any(sweep.by_seed().values()):
-        drawn['figures/loss.png'] = figures.loss_figure(sweep.axes, sweep.points, sweep.metric)
+        drawn['figures/loss.png'] = figures.loss_figure(
+            sweep.axes, sweep.points, sweep.metric, sweep.unit
+        )
     if any(curve for run in sweep.curves.values() for curve in run.values()):
         drawn['figures/curves.png'] = figures.learning_curves(
-            sweep.axes, sweep.points, sweep.curves, sweep.metric
+            sweep.axes, sweep.points, sweep.curves, sweep.metric, sweep.loss_unit
         )
     if any(point.by_seed('tokens_per_second') for point in sweep.points):
         drawn['figures/cost.png'] = figures.cost_figure(sweep.axes, sweep.points)
@@ -93,8 +97,8 @@ def conclusion(sweep: Sweep) -> str:
     if len(measured) == 1:
         title = f' of {_title(sweep, best)}' if sweep.axes else ''
         noise = '' if half_width is not None else '; too few seeds for an interval'
-        return f'The {metric.name}{title} is {value} {metric.unit} ({seeds}{noise}).'
-    first = f'{_title(sweep, best)} has the lowest {metric.name} ({value} {metric.unit}, {seeds}); '
+        return f'The {metric.name}{title} is {value} {sweep.unit} ({seeds}{noise}).'
+    first = f'{_title(sweep, best)} has the lowest {metric.name} ({value} {sweep.unit}, {seeds}); '
     test = statistics.seed_noise_test(by_seed)
     if test is None:
         return first + 'too few seeds for an interval, so whether the points differ stays open.'
@@ -240,6 +244,15 @@ def _is_axis(sweep: Sweep, key: str) -> bool:
     return any(key in axis for axis in sweep.axes)
 
 
+def _measured(sweep: Sweep, columns: Mapping[str, str]) -> dict[str, str]:
+    """Those of some columns that a point has, beside the metric."""
+    return {
+        key: header
+        for key, header in columns.items()
+        if key != sweep.metric and any(point.by_seed(key) for point in sweep.points)
+    }
+
+
 def _results(sweep: Sweep) -> str:
     if not sweep.points:
         return ''
@@ -248,20 +261,14 @@ def _results(sweep: Sweep) -> str:
         'val_loss': 'val loss',
         'val_perplexity': 'perplexity',
         'bits_per_byte': 'bits/byte',
-        'exact_match': 'exact match',
-        'bleu': 'BLEU',
-        'accuracy': 'accuracy',
+        **_JUDGED,
     }
-    columns = {
-        key: header
-        for key, header in further.items()
-        if key != sweep.metric and any(point.by_seed(key) for point in sweep.points)
-    }
+    columns = _measured(sweep, further)
     table = tables.point_table(sweep.axes, sweep.points, columns, sweep.metric, digits=4)
-    unit = METRICS[sweep.metric].unit
     text = (
         f'## Results\n\n{_table(table, len(sweep.axes))}\n\n'
-        f'Mean over seeds in {unit}, lower is better; ± is half of the 95 % t interval.'
+        f'Mean over seeds; losses in {sweep.unit}, lower is better; ± is half of the 95 % t '
+        'interval.'
     )
     if len(sweep.points) > 1:
         text += (
@@ -306,7 +313,7 @@ def _differences(sweep: Sweep) -> str:
     text = (
         f'## Differences to {best}\n\n'
         'The same seed sees the same batches at every point, so runs are compared seed by seed '
-        f'(point − best, {METRICS[sweep.metric].unit}).\n\n{_table((headers, rows), 1)}\n\n'
+        f'(point − best, {sweep.unit}).\n\n{_table((headers, rows), 1)}\n\n'
     )
     if all(c.p_value is None for c in comparisons):
         return text + 'Too few seeds for an interval or a test.'
@@ -420,7 +427,9 @@ def _common(sweep: Sweep, column: str) -> Any:
 def _samples(sweep: Sweep) -> str:
     if not sweep.samples:
         return ''
-    parts = ['## Samples', 'One for each point, from its first seed: same prompt, same key.']
+    prompted = (sweep.config.get('model') or {}).get('family', 'decoder') == 'decoder'
+    same = ': same prompt, same key' if prompted else ''
+    parts = ['## Samples', f'One for each point, from its first seed{same}.']
     for point in sweep.points:
         if point.name in sweep.samples:
             parts.append(f'### {literal(tables.point_title(sweep.axes, point))}')

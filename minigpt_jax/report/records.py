@@ -36,6 +36,18 @@ class Sweep:
         other_tokens = any(key in axis for axis in self.axes for key in TOKEN_KEYS)
         return 'bits_per_byte' if measured and other_tokens else 'val_loss'
 
+    @property
+    def loss_unit(self) -> str:
+        """Of losses: what is predicted is a token, a hidden one, or an image."""
+        family = (self.config.get('model') or {}).get('family')
+        predicted = {'encoder': 'hidden token', 'image': 'image'}.get(family, 'token')
+        return f'nats per {predicted}'
+
+    @property
+    def unit(self) -> str:
+        """Of the metric."""
+        return self.loss_unit if self.metric == 'val_loss' else tables.METRICS[self.metric].unit
+
     def by_seed(self) -> dict[str, dict[int, float]]:
         """The metric, `{point: {seed: value}}`."""
         return {point.name: point.by_seed(self.metric) for point in self.points}

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import itertools
+import json
 import shutil
 import sys
 import time
@@ -18,11 +19,13 @@ from minigpt_jax.data.tokenizers import tokenizer_from_dict
 from minigpt_jax.training import steps
 from minigpt_jax.training.config import (
     KEYS,
+    ConfigError,
     DamagedError,
     RunError,
     flatten,
     read_config,
     read_json,
+    resolve,
     write_json,
 )
 from minigpt_jax.training.optim import parameter_name
@@ -83,6 +86,7 @@ class Checkpoints:
 
         Raises:
           DamagedError: if it cannot be read.
+          RunError: if it can, but is of a model of other shapes.
         """
         leaves, tree = jax.tree.flatten(abstract_state)
         names = list(_named(abstract_state))
@@ -97,10 +101,23 @@ class Checkpoints:
             # A damaged checkpoint shows as any of a dozen types, from KeyError to XlaRuntimeError.
             except Exception as error:
                 time.sleep(0.2)  # until those other reads have ended
+                if self._is_of_other_shapes(step, dict(zip(names, targets, strict=True))):
+                    raise RunError(
+                        f'{self._directory / str(step)}: of another model than config.json and '
+                        'tokenizer.json beside it describe; restore those'
+                    ) from error
                 raise DamagedError(
                     f'{self._directory / str(step)}: unreadable checkpoint: {_reason(error)}'
                 ) from error
         return jax.tree.unflatten(tree, [restored[name] for name in names])
+
+    def _is_of_other_shapes(self, step, targets):
+        """Whether a checkpoint is whole enough to say that it holds arrays of other shapes."""
+        try:
+            stored = {name: x.shape for name, x in self._manager.item_metadata(step).items()}
+        except Exception:  # damaged, in any of the ways above
+            return False
+        return stored != {name: x.shape for name, x in targets.items()}
 
     def delete_after(self, step):
         """Removes checkpoints newer than `step`: a resumed run will write them again."""
@@ -171,11 +188,15 @@ def load_run(workdir, average=1):
       RunError: if `workdir` holds no run, a whole sweep, a run of an earlier version, no readable
         checkpoint, or fewer than `average`.
     """
+    config_file = workdir / 'config.json'
     config = read_config(workdir) if workdir.is_dir() else None
     if config is None:
         raise RunError(
             f'{workdir}: no config.json there; --workdir takes a directory that train wrote'
         )
+    groups = {key.split('.')[0] for key in KEYS if '.' in key}
+    if broken := [group for group in groups if not isinstance(config.get(group), ConfigDict)]:
+        raise DamagedError(f'{config_file}: damaged (no group {broken[0]!r}); restore it')
     if missing := [key for key in KEYS if key not in flatten(config)]:
         raise RunError(
             f'{workdir}: its config.json has no {missing[0]}: trained by an earlier version, and '
@@ -189,15 +210,25 @@ def load_run(workdir, average=1):
     checkpoints = Checkpoints(workdir)
     if not tokenizer_file.exists() or not checkpoints.steps():
         raise RunError(f'{workdir}: no checkpoint yet; train it first, with the same --workdir')
+    try:
+        config = resolve(config)
+    except ConfigError as error:
+        raise DamagedError(f'{config_file}: damaged ({error}); restore it') from error
     tokenizer = _read_tokenizer(tokenizer_file)
+    trained_with = read_json(config_file, 'environment').get('vocab_size')
+    if json.dumps(tokenizer.vocab_size) != json.dumps(trained_with):
+        raise DamagedError(
+            f'{tokenizer_file}: of another run: it has {tokenizer.vocab_size} ids, and config.json '
+            f'speaks of {trained_with}; restore it'
+        )
     state = jax.eval_shape(steps.make_init(config, tokenizer.vocab_size), 0)
     with contextlib.closing(checkpoints):
         restored = itertools.islice(_readable([checkpoints], state), average)
         numbers, states = zip(*restored, strict=True)
     if len(states) < average:
         raise RunError(
-            f'{workdir}: has {len(states)} checkpoints, too few for an average of {average}; '
-            f'train with --config.train.keep={average} or more'
+            f'{workdir}: its checkpoints are {len(states)}, too few for an average of {average}; '
+            f'train with --config.train.keep={average} and a smaller train.checkpoint_every'
         )
     all_params = [state.params for (state,) in states]
     params = jax.tree.map(lambda *x: sum(x) / average, *all_params)

@@ -269,6 +269,12 @@ def _learns_to_size(config):
 
 CONTENTS = {'decoder': 'text', 'encoder': 'text', 'encoder_decoder': 'pairs', 'image': 'images'}
 
+RECIPES = {
+    'text': 'configs/minigpt.py',
+    'pairs': 'configs/translate_dates.py',
+    'images': 'configs/vit_digits.py',
+}
+
 # Keys that mean something to one family alone: {key: (family, its value elsewhere)}.
 ONLY_FOR = {
     'model.encoder_layers': ('encoder_decoder', None),
@@ -284,11 +290,12 @@ ONLY_FOR = {
 def _check_family(config):
     family, corpus = config.model.family, config.data.corpus
     contents = {name: builder.content for name, builder in CORPORA.items()}
-    if contents.get(corpus, 'text') != CONTENTS[family]:
-        wanted = [name for name, content in contents.items() if content == CONTENTS[family]]
+    content = contents.get(corpus, 'text')
+    if content != CONTENTS[family]:
+        wanted = [name for name, held in contents.items() if held == CONTENTS[family]]
         raise ImpossibleError(
             f'data.corpus={corpus}: model.family={family} learns from {CONTENTS[family]}; '
-            f'choose from {", ".join(wanted)}, or build on another recipe'
+            f'choose from {", ".join(wanted)}, or build on the recipe {RECIPES[content]}'
         )
     for key, (only, neutral) in ONLY_FOR.items():
         if family != only and (value := get_key(config, key)) != neutral:

@@ -58,6 +58,15 @@ class Point:
         return workdir / 'points' / self.slug / f'seed-{seed}'
 
 
+_OTHER_TASKS = (
+    'model.family',
+    'data.corpus',
+    'data.path',
+    'data.source_language',
+    'data.target_language',
+)
+
+
 def read_axes(sweep):
     """The axes of `config.sweep`, checked: a list of (keys, rows), each row a value for each key.
 
@@ -91,6 +100,11 @@ def read_axes(sweep):
             raise ConfigError(f'sweep: {name} is on two axes')
         if name == 'sweep' or name.startswith('mesh.') or name == 'train.seeds':
             raise ConfigError(f'sweep: {name} cannot be an axis: it is not part of an experiment')
+        if name in _OTHER_TASKS:
+            raise ConfigError(
+                f'sweep: {name} cannot be an axis: losses of different tasks or texts do not '
+                'compare; train each with a --workdir of its own'
+            )
     if any('seed' in keys and len(keys) > 1 for keys, _ in axes):
         raise ConfigError('sweep: seed must be an axis of its own')
     return axes
@@ -252,9 +266,11 @@ def check_corpus(run_dir, corpus):
         return
     old = read_json(path, 'environment').get('corpus_sha256')
     if old not in (None, corpus.sha256):
+        where = read_json(path, 'config')['data'].get('path')
         raise RunError(
             f'{run_dir}: began on a corpus of sha256 {old[:12]}…, which is now '
-            f'{corpus.sha256[:12]}…; restore the text, or train in a fresh --workdir'
+            f'{corpus.sha256[:12]}…; restore the text{f" in {where}" if where else ""}, or train '
+            'in a fresh --workdir'
         )
 
 

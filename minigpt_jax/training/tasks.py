@@ -172,7 +172,12 @@ class GuessTokens(ContinueText):
     judged = ('accuracy',)
 
     def check_sample(self):
-        pass  # shows a text of validation
+        # Its sample is a text of validation, of which something must be hidden.
+        if not self._validation['mask_BT'].any():
+            raise ConfigError(
+                f'data.mask_rate={self.config.data.mask_rate}: hides none of the '
+                f'{len(self.corpus.validation_tokens)} tokens of validation; give more'
+            )
 
     def abstract_batches(self):
         (batch,) = super().abstract_batches()
@@ -231,7 +236,7 @@ class GuessTokens(ContinueText):
         return {'accuracy': float(right_NBT[validation['mask_BT']].mean())}
 
     def sample(self, model, params):
-        """The beginning of the validation text, with what is hidden in it, and as guessed."""
+        """The beginning of the validation text with what is hidden in it, as guessed, and as is."""
         (validation,) = self.validation()
         first = {name: x[0, :1] for name, x in validation.items()}
         (guesses_T,) = _guesses(model, params, first['tokens_BT'][None])[0]
@@ -242,7 +247,8 @@ class GuessTokens(ContinueText):
             '▢' if hidden else decode([token])
             for token, hidden in zip(tokens_T, hidden_T, strict=True)
         )
-        return f'{shown}\n→ {decode(np.where(hidden_T, guesses_T, targets_T))}'
+        guessed = decode(np.where(hidden_T, guesses_T, targets_T))
+        return f'{shown}\n→ {guessed}\n= {decode(targets_T)}'
 
     def first_text(self, batch):
         return self.corpus.tokenizer.decode(batch['targets_BT'][0])
@@ -307,13 +313,16 @@ class ClassifyImages:
         return {'accuracy': float(right_NB[validation['mask_B']].mean())}
 
     def sample(self, model, params):
-        """Some images of validation, first those that are taken for another class."""
+        """Some images of validation: those that are taken for another class come first."""
         patches_BTP, labels_B = (self.corpus.validation[x] for x in ('patches_BTP', 'labels_B'))
         (guesses_B,) = _guesses(model, params, patches_BTP[None])
         # Those that it gets wrong first: they are the ones to look at.
         shown = np.argsort(guesses_B == labels_B, stable=True)[:_SHOWN]
+        wrong = int((guesses_B != labels_B).sum())
+        title = f'{wrong} of {len(labels_B)} images of validation are taken for another class.'
         return '\n\n'.join(
-            f'{self._drawn(patches_BTP[b])}\n→ {guesses_B[b]}, is {labels_B[b]}' for b in shown
+            [title]
+            + [f'{self._drawn(patches_BTP[b])}\n→ {guesses_B[b]}, is {labels_B[b]}' for b in shown]
         )
 
     def _drawn(self, patches_TP):
@@ -457,10 +466,14 @@ class TranslatePairs:
             tokenizer.source.decode(validation.source[start : end - 1])
             for start, end in (validation.source_starts[i : i + 2] for i in shown)
         ]
+        targets = [
+            tokenizer.target.decode(validation.target[start + 1 : end - 1])
+            for start, end in (validation.target_starts[i : i + 2] for i in shown)
+        ]
         found = translate(model, params, tokenizer, self.config.model.context_length, sources)
         return '\n'.join(
-            f'{source}\n→ {best[0].text}'
-            for source, best in zip(sources, found, strict=True)
+            f'{source}\n→ {best[0].text}\n= {target}'
+            for source, target, best in zip(sources, targets, found, strict=True)
             if best
         )
 
@@ -492,7 +505,9 @@ class TranslatePairs:
         dropped = [
             pairs.num_too_long(x, length) for x in (self.corpus.train, self.corpus.validation)
         ]
-        text = f'batches of pairs × (source + target): {shapes}; {share:.1%} is padding'
+        numbers = (len(x.source_lengths) for x in (self.corpus.train, self.corpus.validation))
+        text = '{:,} pairs of training, {:,} of validation; '.format(*numbers)
+        text += f'batches of pairs × (source + target): {shapes}; {share:.1%} is padding'
         if any(dropped):
             text += (
                 f'; left out, of more than model.context_length={length} tokens: {dropped[0]} of '

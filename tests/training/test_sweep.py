@@ -79,7 +79,9 @@ def test_an_impossible_point_is_kept_with_its_reason():
         (((('model.num_heads', 'model.d_model'), ((2, 8), (4,))),), 'must have a value for each'),
         (((('seed', 'model.d_model'), ((2, 8),)),), 'seed must be an axis of its own'),
         ((('mesh.data', (1, 2)),), 'mesh.data cannot be an axis'),
-        ((('data.path', ('a/b', 'a_b')),), 'two points would share a directory'),
+        ((('data.corpus', ('text', 'python_docs')),), 'data.corpus cannot be an axis: losses of'),
+        ((('model.family', ('decoder', 'encoder')),), 'model.family cannot be an axis: losses of'),
+        ((('eval.sample_prompt', ('a/b', 'a_b')),), 'two points would share a directory'),
     ],
 )
 def test_a_sweep_of_the_wrong_structure_gets_one_line(axes, line):
@@ -622,6 +624,37 @@ def test_a_damaged_file_of_a_run_is_named(finished, tmp_path):
         (run_dir / name).write_text(content)
         with pytest.raises(RunError, match=f'{name}: damaged'):
             load_run(run_dir)
+
+
+def test_files_of_two_runs_are_told_apart_from_damaged_ones(finished, text_file, tmp_path):
+    workdir, _ = finished
+    run_dir = tmp_path / 'run'
+    shutil.copytree(workdir / 'points/num_heads-2/seed-0', run_dir)
+    whole = {name: (run_dir / name).read_text() for name in ('config.json', 'tokenizer.json')}
+
+    def changed(name, keys, value):
+        content = json.loads(whole[name])
+        group = content
+        for key in keys[:-1]:
+            group = group[key]
+        group[keys[-1]] = value
+        for other, text in whole.items():
+            (run_dir / other).write_text(text)
+        (run_dir / name).write_text(json.dumps(content))
+        return run_dir
+
+    for keys, value, line in (
+        (('model', 'd_model'), 'x', r'config\.json: damaged \(model\.d_model'),
+        (('model', 'family'), 'foo', r'config\.json: damaged \(model\.family'),
+        (('model', 'context_length'), 0, r'config\.json: damaged \(model\.context_length'),
+        (('data',), 3, r"config\.json: damaged \(no group 'data'"),
+        (('model', 'd_ff'), 32, r'checkpoints/12: of another model than config\.json'),
+    ):
+        with pytest.raises(RunError, match=line):
+            load_run(changed('config.json', ('config', *keys), value))
+    tokenizer = {'kind': 'char', 'characters': 'ab'}
+    with pytest.raises(RunError, match=r'tokenizer\.json: of another run: it has 6 ids'):
+        load_run(changed('tokenizer.json', ('tokenizer',), tokenizer))
 
 
 def test_a_checkpoint_of_eight_devices_is_read_on_one(text_file, tmp_path):

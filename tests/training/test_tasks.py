@@ -11,7 +11,7 @@ import pytest
 
 from minigpt_jax.inference.decoding import translate
 from minigpt_jax.report.writers import read_lines
-from minigpt_jax.training import loop, losses, steps, sweep, tasks
+from minigpt_jax.training import loop, losses, sharding, steps, sweep, tasks
 from minigpt_jax.training.checkpoint import load_run
 from minigpt_jax.training.config import ImpossibleError, RunError, resolve, with_values
 from tests.conftest import tiny_config
@@ -69,9 +69,10 @@ def test_copies_words_that_it_has_not_seen(copier):
     found = translate(run.model, run.params, run.tokenizer, 16, WORDS, beam_size=3)
     assert [best[0].text for best in found] == WORDS
     lines = (workdir / 'samples.txt').read_text().splitlines()
-    assert len(lines) == 10
-    for source, target in zip(lines[::2], lines[1::2], strict=True):
-        assert len(target.removeprefix('→ ')) == len(source)
+    assert len(lines) == 15
+    for source, found, target in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        assert len(found.removeprefix('→ ')) == len(source)
+        assert target == f'= {source}'
 
 
 @pytest.mark.slow
@@ -300,6 +301,14 @@ def test_the_same_tokens_of_validation_are_hidden_whatever_the_batch(text_file):
         np.testing.assert_array_equal(x, hidden[1][name])
     np.testing.assert_array_equal(hidden[0]['targets_BT'], corpus.validation_tokens[1:])
     assert 0.05 < hidden[0]['mask_BT'].mean() < 0.3
+
+
+def test_a_rate_that_hides_nothing_of_validation_is_refused(text_file):
+    values = {'data.mask_rate': 1e-7, 'mesh.data': 1}
+    config = resolve(tiny_config(text_file, **ALONE['encoder'] | values))
+    corpus = tasks.GuessTokens.load(config.data)
+    with pytest.raises(ValueError, match=r'data\.mask_rate=1e-07: hides none of the'):
+        tasks.GuessTokens(config, corpus).check(sharding.make_mesh(config.mesh))
 
 
 def test_no_more_pairs_are_decoded_than_asked_for(monkeypatch):
