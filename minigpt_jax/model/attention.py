@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from minigpt_jax.model.kernels import product
+from minigpt_jax.model.kernels import blockwise_attention, may_attend, product
 from minigpt_jax.model.layers import (
     NO_TAP,
     Tap,
@@ -24,7 +24,7 @@ from minigpt_jax.model.layers import (
 )
 from minigpt_jax.model.positions import ATTENTION_POSITIONS
 
-IMPLEMENTATIONS = ('auto', 'plain')
+IMPLEMENTATIONS = ('auto', 'plain', 'blockwise')
 
 
 def dot_product_attention(
@@ -59,26 +59,44 @@ def dot_product_attention(
       mask: boolean, True means *may attend*; broadcasts to BHTS.
       bias: added to the scaled scores (ALiBi, relative positions); broadcasts to BHTS.
       dropout_rate, dropout_key: dropout on the weights; off without a key.
-      implementation: one of `IMPLEMENTATIONS`.
+      implementation: one of `IMPLEMENTATIONS`. 'blockwise' never holds the T × S scores, and so has
+        no weights to drop or to return; 'auto' is 'plain'.
       return_weights: also return the weights (after softmax, before dropout).
 
     Returns:
       y_BTHK, or (y_BTHK, weights_BHTS) with `return_weights`.
 
     Raises:
-      ValueError: for an unknown implementation.
+      ValueError: for an unknown implementation, and for weights asked of one that has none.
 
     Source: Vaswani et al. 2017, section 3.2.1.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f'implementation={implementation!r}: choose from {IMPLEMENTATIONS}')
+    if implementation == 'blockwise':
+        if return_weights or (dropout_rate and dropout_key is not None):
+            raise ValueError(
+                'blockwise attention has no weights to return or to drop: '
+                "choose implementation='plain'"
+            )
+        return blockwise_attention(
+            q_BTHK,
+            k_BSHK,
+            v_BSHK,
+            causal=causal,
+            q_offset=q_offset,
+            kv_lengths_B=kv_lengths_B,
+            segment_ids=segment_ids,
+            mask=mask,
+            bias=bias,
+        )
     scaled_q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
     scores_BHTS = product('BTHK,BSHK->BHTS', scaled_q_BTHK, k_BSHK, k_BSHK.dtype)
     if bias is not None:
         scores_BHTS += bias
         finite = bias != -jnp.inf  # what a bias of -inf rules out is masked
         mask = finite if mask is None else mask & finite
-    allowed = _may_attend(scores_BHTS.shape, causal, q_offset, kv_lengths_B, segment_ids, mask)
+    allowed = may_attend(scores_BHTS.shape, causal, q_offset, kv_lengths_B, segment_ids, mask)
     if allowed is not None:
         scores_BHTS = jnp.where(allowed, scores_BHTS, jnp.finfo(jnp.float32).min)
     weights_BHTS = jax.nn.softmax(scores_BHTS, axis=-1)
@@ -88,27 +106,6 @@ def dot_product_attention(
     kept_BHTS = dropout(weights_BHTS, dropout_rate, dropout_key)
     y_BTHK = product('BHTS,BSHK->BTHK', kept_BHTS, v_BSHK, v_BSHK.dtype)
     return (y_BTHK, weights_BHTS) if return_weights else y_BTHK
-
-
-def _may_attend(shape_BHTS, causal, q_offset, kv_lengths_B, segment_ids, mask):
-    """The conjunction of all conditions, broadcastable to BHTS; None where all may attend."""
-    T, S = shape_BHTS[-2:]
-    conditions = []
-    if causal:
-        conditions.append((q_offset + jnp.arange(T))[:, None] >= jnp.arange(S))
-    if kv_lengths_B is not None:
-        conditions.append(jnp.arange(S) < kv_lengths_B[:, None, None, None])
-    if segment_ids is not None:
-        ids_BT, ids_BS = (
-            segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
-        )
-        conditions.append((ids_BT[:, :, None] == ids_BS[:, None, :])[:, None])
-    if mask is not None:
-        conditions.append(mask)
-    allowed = None
-    for condition in conditions:
-        allowed = condition if allowed is None else allowed & condition
-    return allowed
 
 
 def init_cache(batch_size, length, num_heads, d_head, dtype='float32'):

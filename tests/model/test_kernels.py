@@ -1,4 +1,6 @@
-"""The dense product: the numbers of `lax.dot_general`, by another program."""
+"""Kernels: the numbers of `lax.dot_general` and of plain attention, by other programs."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from minigpt_jax.model.kernels import dense_product, dot_general, product
+from minigpt_jax.model.attention import dot_product_attention
+from minigpt_jax.model.kernels import blockwise_attention, dense_product, dot_general, product
 
 SHAPES = {
     'matrix': ((5, 6), (6, 7), ((1,), (0,))),
@@ -89,3 +92,190 @@ def test_bfloat16_products_round_operands_alone(spec, a_shape, b_shape):
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
     exact = np.einsum(spec, np.float64(a), np.float64(b))
     assert np.abs(y - exact).max() > 1e-3
+
+
+# Blockwise attention against the plain one. The lengths leave a last block that is not full.
+
+B, T, S, H, K = 2, 21, 21, 3, 4
+KEYS = 34  # of another text
+LENGTHS = np.array([17, 0])  # of the second row, every query sees nothing
+IDS = np.repeat(np.array([[0, 1, 2], [4, 4, 5]]), 7, axis=1)
+
+
+def random_mask(*shape):
+    mask = np.random.default_rng(3).random(shape) < 0.6
+    mask[..., 5, :] = False  # a query that sees nothing
+    return mask
+
+
+def random_bias(*shape):
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+CONDITIONS = {
+    'nothing': {},
+    'causal': dict(causal=True),
+    'causal, lengths': dict(causal=True, kv_lengths_B=LENGTHS),
+    'lengths': dict(kv_lengths_B=LENGTHS),
+    'segments': dict(segment_ids=IDS),
+    'causal segments': dict(causal=True, segment_ids=IDS),
+    'mask': dict(mask=random_mask(B, H, T, S)),
+    'mask of all heads': dict(mask=random_mask(T, S), causal=True),
+    'mask of keys': dict(mask=np.arange(S) % 3 > 0),
+    'bias': dict(bias=random_bias(B, H, T, S)),
+    'bias of all rows': dict(bias=random_bias(H, T, S), causal=True),
+    'bias of keys': dict(bias=random_bias(B, 1, 1, S)),
+    'bias that masks': dict(
+        bias=np.where(random_mask(1, H, T, S), random_bias(B, 1, T, S), -np.inf)
+    ),
+    'all of them': dict(
+        causal=True,
+        kv_lengths_B=LENGTHS,
+        segment_ids=IDS,
+        mask=random_mask(B, 1, T, S),
+        bias=random_bias(H, T, S),
+    ),
+    'another text': dict(keys=KEYS),
+    'another text, lengths': dict(keys=KEYS, kv_lengths_B=np.array([30, 3])),
+    'another text, segments': dict(
+        keys=KEYS, segment_ids=(IDS, np.arange(B * KEYS).reshape(B, -1) % 6)
+    ),
+    'behind a cache': dict(keys=KEYS, causal=True, q_offset=9),
+    'behind a cache, bias': dict(keys=KEYS, causal=True, q_offset=13, bias=random_bias(T, KEYS)),
+    'a short text': dict(keys=3),
+}
+BLOCKS = (8, 16, 64)  # three, two and one block of queries
+
+
+def attention_inputs(conditions, dtype='float32', seed=0):
+    """(q, k, v, dy) and the other arguments of a case."""
+    arguments = dict(conditions)
+    num_keys = arguments.pop('keys', S)
+    rng = np.random.default_rng(seed)
+    shapes = ((B, T, H, K), (B, num_keys, H, K), (B, num_keys, H, K))
+    qkv = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return qkv, jnp.asarray(rng.standard_normal(shapes[0]), jnp.float32), arguments
+
+
+def with_gradients(attention, qkv, dy, bias, **arguments):
+    """y, and what y · dy leaves at q, k, v and the bias, if there is one."""
+    inputs = (*qkv,) if bias is None else (*qkv, bias)
+
+    def apply(q, k, v, bias=None):
+        return attention(q, k, v, bias=bias, **arguments)
+
+    y, backward = jax.vjp(apply, *inputs)
+    return y, *backward(dy)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('conditions', CONDITIONS.values(), ids=CONDITIONS)
+def test_blockwise_attention_equals_the_plain_one_with_gradients(conditions, dtype):
+    qkv, dy, arguments = attention_inputs(conditions, dtype)
+    bias = arguments.pop('bias', None)
+    plain = with_gradients(dot_product_attention, qkv, dy, bias, **arguments)
+    tolerance = dict(atol=5e-6) if dtype == 'float32' else dict(atol=0.06, rtol=0.03)
+    for block in BLOCKS if dtype == 'float32' else BLOCKS[:1]:
+        attention = functools.partial(blockwise_attention, block=block)
+        ours = with_gradients(attention, qkv, dy, bias, **arguments)
+        for a, b in zip(ours, plain, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_allclose(np.float32(a), np.float32(b), **tolerance)
+
+
+def test_a_query_that_sees_nothing_gives_zeros_and_leaves_no_gradient():
+    qkv, dy, arguments = attention_inputs(dict(mask=random_mask(T, S)))
+    y, dq, dk, _ = with_gradients(
+        functools.partial(blockwise_attention, block=8), qkv, dy, None, **arguments
+    )
+    assert (np.asarray(y)[:, 5] == 0).all()
+    assert (np.asarray(dq)[:, 5] == 0).all()
+    assert np.isfinite(dk).all()
+
+
+def test_large_scores_do_not_overflow():
+    qkv, dy, _ = attention_inputs({})
+    qkv[0] = qkv[0] * 1e3
+    ours = with_gradients(functools.partial(blockwise_attention, block=8), qkv, dy, None)
+    plain = with_gradients(dot_product_attention, qkv, dy, None)
+    for a, b in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
+
+
+def compiled(implementation, length, batch=1, heads=2):
+    """The program of a forward and backward pass, causal, in float32."""
+
+    def step(q, k, v, dy):
+        y, backward = jax.vjp(
+            functools.partial(dot_product_attention, causal=True, implementation=implementation),
+            q, k, v,
+        )  # fmt: skip
+        return y, backward(dy)
+
+    x_BTHK = jax.ShapeDtypeStruct((batch, length, heads, 64), np.float32)
+    return jax.jit(step).lower(*[x_BTHK] * 4).compile()
+
+
+def test_blockwise_attention_is_another_program_whose_memory_grows_with_the_length_alone():
+    plain, blockwise = (
+        [
+            compiled(implementation, length).memory_analysis().temp_size_in_bytes
+            for length in (1024, 2048)
+        ]
+        for implementation in ('plain', 'blockwise')
+    )
+    assert plain[1] / plain[0] > 3.5
+    assert blockwise[1] / blockwise[0] < 2.2
+    assert plain[1] / blockwise[1] > 10
+
+
+def test_at_4096_tokens_blockwise_attention_needs_a_twenty_second_of_the_memory():
+    plain, blockwise = (
+        compiled(implementation, 4096, batch=8, heads=8).memory_analysis().temp_size_in_bytes
+        for implementation in ('plain', 'blockwise')
+    )
+    assert plain > 22 * blockwise
+
+
+def test_key_blocks_that_causality_rules_out_are_never_read():
+    """What stands there is not a number, and it shows in nothing: not multiplied by 0 either."""
+    qkv, dy, _ = attention_inputs(dict(keys=KEYS))
+    q, k, v = qkv
+    k, v = (
+        x.at[:, 24:].set(jnp.nan) for x in (k, v)
+    )  # queries end in block 2 of 7 keys each, at 20
+    y, dq, *_ = with_gradients(
+        functools.partial(blockwise_attention, block=8), (q, k, v), dy, None, causal=True
+    )
+    assert np.isfinite(y).all()
+    assert np.isfinite(dq).all()
+
+
+def test_blockwise_attention_under_vmap_and_scan():
+    cases = [attention_inputs({}, seed=seed)[0] for seed in range(3)]
+    stacked = [jnp.stack(x) for x in zip(*cases, strict=True)]
+    offsets = jnp.array([0, 2, 5])
+
+    def loss(attention, qkv, offset):
+        return (attention(*qkv, causal=True, q_offset=offset) ** 2).sum()
+
+    ours = jax.value_and_grad(
+        functools.partial(loss, functools.partial(blockwise_attention, block=8))
+    )
+    plain = jax.value_and_grad(functools.partial(loss, dot_product_attention))
+    expected = jax.vmap(plain)(stacked, offsets)
+    scanned = jax.lax.scan(lambda _, x: (None, ours(*x)), None, (stacked, offsets))[1]
+    for values in (jax.vmap(ours)(stacked, offsets), scanned):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), values, expected
+        )
+
+
+def test_blockwise_attention_has_no_weights_to_drop_or_to_return():
+    qkv, *_ = attention_inputs({})
+    for arguments in (
+        dict(return_weights=True),
+        dict(dropout_rate=0.1, dropout_key=jax.random.key(0)),
+    ):
+        with pytest.raises(ValueError, match="choose implementation='plain'"):
+            dot_product_attention(*qkv, implementation='blockwise', **arguments)
