@@ -27,6 +27,8 @@ What the parts of the model can be, and where each comes from. (*) marks what th
                           relu          Vaswani et al. 2017, section 3.3
                           swiglu        Shazeer 2020; both hidden widths are d_ff
     model.attention       auto *, plain the implementation of dot products
+                          blockwise     Dao et al. 2022 (FlashAttention): memory grows with the
+                                        length, not its square; no dropout
     model.attention_form  fused *       one projection, one batched product
                           per_head      Vaswani et al. 2017, section 3.2.2, as in a textbook
     model.tie_embeddings  True *, False Press and Wolf 2017
@@ -99,7 +101,7 @@ def get_config(variant=''):
     c.model.positions = 'learned'  # learned, sinusoidal, rotary, alibi, relative, none
     c.model.activation = 'gelu'  # gelu, relu, swiglu
     c.model.attention_form = 'fused'  # fused, per_head: the same function, fast or as in a textbook
-    c.model.attention = 'auto'  # implementation of dot-product attention
+    c.model.attention = 'auto'  # auto, plain, blockwise (long texts): one function
     c.model.dropout_rate = 0.0  # of attention weights, branch outputs and embeddings
     c.model.tie_embeddings = True  # the output layer is the embedding table
     c.model.joint_embeddings = False  # encoder_decoder: one table for source and target

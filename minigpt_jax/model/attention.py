@@ -184,6 +184,7 @@ class Attend(nnx.Module):
             q_BTHK, k_BSHK, bias_BHTS = self.positions(q_BTHK, k_BSHK, position, first_head)
         if self.unscale != 1:
             q_BTHK = q_BTHK * self.unscale
+        wants_weights = tap.wants('attention_weights')
         y_BTHK = dot_product_attention(
             q_BTHK,
             k_BSHK,
@@ -194,10 +195,11 @@ class Attend(nnx.Module):
             bias=bias_BHTS,
             dropout_rate=self.dropout_rate,
             dropout_key=dropout_key,
-            implementation=self.implementation,
-            return_weights=tap.wants('attention_weights'),
+            # Whoever looks at the weights pays for them.
+            implementation='plain' if wants_weights else self.implementation,
+            return_weights=wants_weights,
         )
-        if tap.wants('attention_weights'):
+        if wants_weights:
             y_BTHK, weights_BHTS = y_BTHK
             tap('attention_weights', weights_BHTS)
         return tap('head_outputs', y_BTHK), cache

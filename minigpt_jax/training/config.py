@@ -357,6 +357,11 @@ def _check_together(config):
             'model.norm_placement=deepnorm: weighs the residual connection, which '
             'model.residual=False takes away; use post, which is the same without it'
         )
+    if config.model.attention == 'blockwise' and config.model.dropout_rate:
+        raise ImpossibleError(
+            f'model.dropout_rate={config.model.dropout_rate}: drops attention weights, which '
+            'model.attention=blockwise never holds; set the rate to 0, or model.attention=plain'
+        )
     per_call = config.train.steps_per_call
     for key in ('train.steps', 'train.log_every', 'train.checkpoint_every', 'eval.every'):
         value = get_key(config, key)

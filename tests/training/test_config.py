@@ -110,6 +110,10 @@ def test_a_wrong_value_gets_one_line(values, line):
             {'model.norm_placement': 'deepnorm', 'model.residual': False},
             'weighs the residual connection, which model.residual=False takes away',
         ),
+        (
+            {'model.attention': 'blockwise', 'model.dropout_rate': 0.1},
+            'model.dropout_rate=0.1: drops attention weights, which model.attention=blockwise',
+        ),
         ({'optim.warmup_steps': 12}, 'optim.warmup_steps=12: must be below train.steps=12'),
         ({'data.vocab_size': 300}, 'leave it out, or set data.tokenizer=sentencepiece'),
         (

@@ -130,7 +130,7 @@ CASES = {
     'model.positions': ('sinusoidal', step),
     'model.activation': ('relu', step),
     'model.attention_form': ('per_head', step),
-    'model.attention': None,  # `auto` is `plain` so far: see test_attention
+    'model.attention': ('blockwise', step),
     'model.dropout_rate': (0.5, step),
     'model.tie_embeddings': (False, step),
     'model.joint_embeddings': (True, step),
