@@ -9,14 +9,14 @@ d_k, from the article's generator and in its order. Expected: its digits. Their 
 d_k any more, so that no d_k is safer than another.
 
 Then what the article asserts without a measurement: that a model hardly learns without the
-division. The same small GPT with and without it, at every head dimension and so with 128/d_k heads;
-with two initialisations, since they decide how large products are at the start: Xavier's, where
-queries and keys have about the variance 1 that the article assumes, and GPT-2's N(0, 0.02²), where
-they have 0.05. Expected: with Xavier's the loss is worse the larger d_k is; with GPT-2's it matters
-little.
+division. The same small GPT with and without it, at every head dimension and so with 128/d_k heads,
+in two kinds. With QK-norm queries and keys have the variance 1 that the article assumes, and scores
+start at about √d_k. As GPT-2 draws its weights, from N(0, 0.02²), the variance is 0.05 at first,
+and so are scores small. Expected: with variance 1 the loss is worse the larger d_k is; as GPT-2 is
+drawn, the division matters little.
 
 The model: 2 layers, width 128, context 32, characters of the default corpus; 400 steps of AdamW on
-8 windows, with a rate of 2e-3 after a sixth of them, then cosine. Three seeds, in pairs: the same
+8 windows, with a rate of 4e-3 after a sixth of them, then cosine. Three seeds, in pairs: the same
 start and the same batches.
 """
 
@@ -56,8 +56,11 @@ UNIFORM = {'max': 1 / NUM_KEYS, 'gradient': 1 - 1 / NUM_KEYS}
 
 WIDTH = 128
 SEEDS = (0, 1, 2)
-HEAD_DIMENSIONS = (8, 16, 32, 64, 128)
-INITS = {'xavier': 'Xavier', 'gpt2': 'GPT-2'}  # and their names in print
+# Kind of queries and keys: (its name in print, `model.qk_norm`, the head dimensions).
+KINDS = {
+    'normed': ('variance 1 by QK-norm', True, (8, 16, 32, 64, 128)),
+    'gpt2': ('as GPT-2 is drawn', False, (8, 32, 128)),
+}
 HARDLY = 0.5  # of what the divided model learns: less than that is "hardly learns"
 
 
@@ -116,12 +119,11 @@ def slope(samples, start, end):
     return float(np.log(means[1] / means[0]) / span), float(half)
 
 
-def make_config(init, d_head, scale_scores, num_steps):
+def make_config(kind, d_head, scale_scores, num_steps):
     c = heads_sweep.get_config()
     c.sweep = ()
     c.model.d_model, c.model.num_heads, c.model.context_length = WIDTH, WIDTH // d_head, 32
-    c.model.init, c.model.scale_scores = init, scale_scores
-    c.optim.learning_rate, c.optim.final_learning_rate = 2e-3, 2e-4
+    c.model.qk_norm, c.model.scale_scores = KINDS[kind][1], scale_scores
     c.optim.warmup_steps = num_steps // 6
     c.train.steps = c.train.checkpoint_every = c.eval.every = num_steps
     return resolve(c)
@@ -163,16 +165,15 @@ def counted_losses(corpus):
 
 def measure(quick):
     samples = sample_softmax((4, 16, 64) if quick else PRINTED)
-    inits, dimensions, num_steps = ('xavier',), (16, 128), 60
-    if not quick:
-        inits, dimensions, num_steps = INITS, HEAD_DIMENSIONS, 400
-    corpus = ContinueText.load(make_config('gpt2', 8, True, num_steps).data)
-    jobs = list(itertools.product(inits, dimensions, (True, False)))
+    cells = {'normed': (16, 128)} if quick else {kind: x[2] for kind, x in KINDS.items()}
+    num_steps = 60 if quick else 400
+    corpus = ContinueText.load(make_config('normed', 8, True, num_steps).data)
+    jobs = [(kind, d, on) for kind, heads in cells.items() for d in heads for on in (True, False)]
 
-    def run(init, d_head, scale_scores):
-        losses = train(make_config(init, d_head, scale_scores, num_steps), corpus, SEEDS)
+    def run(kind, d_head, scale_scores):
+        losses = train(make_config(kind, d_head, scale_scores, num_steps), corpus, SEEDS)
         divided = 'divided' if scale_scores else 'not divided'
-        print(f'{INITS[init]}, d_k = {d_head}, {divided}: {losses.mean():.3f}', flush=True)
+        print(f'{KINDS[kind][0]}, d_k = {d_head}, {divided}: {losses.mean():.3f}', flush=True)
         return losses
 
     losses = dict(zip(jobs, experiment.on_all_devices(run, jobs), strict=True))
@@ -196,8 +197,8 @@ def measure(quick):
             'steps': num_steps,
             'counted_losses': counted,
             'losses': [
-                {'init': init, 'd_head': d, 'scale_scores': scale, 'val_loss': values}
-                for (init, d, scale), values in losses.items()
+                {'kind': kind, 'd_head': d, 'scale_scores': scale, 'val_loss': values}
+                for (kind, d, scale), values in losses.items()
             ],
         },
         claims=judge_softmax(samples, slopes) + judge_training(losses, counted),
@@ -245,19 +246,27 @@ def table_of_slopes(samples, slopes):
 
 def table_of_losses(losses, counted, num_steps):
     rows = []
-    for init, d, scale in losses:
+    for kind, d, scale in losses:
         if scale:
-            divided, raw = losses[init, d, True], losses[init, d, False]
+            divided, raw = losses[kind, d, True], losses[kind, d, False]
             share, half = share_learnt(divided, raw, counted)
             rows.append(
-                [INITS[init], d, WIDTH // d, interval(divided), interval(raw)]
+                [KINDS[kind][0], d, WIDTH // d, interval(divided), interval(raw)]
                 + [interval(raw - divided, '+.3f'), f'{share:.0%} ± {half:.0%}']
             )
     title = (
         f'Validation loss after {num_steps} steps, nats a character, {len(SEEDS)} seeds. Counting '
         f'characters gives {counted["frequencies"]:.3f}, counting pairs {counted["pairs"]:.3f}'
     )
-    headers = ['init', 'd_k', 'heads', 'divided', 'not divided', 'difference', 'share learnt']
+    headers = [
+        'queries and keys',
+        'd_k',
+        'heads',
+        'divided',
+        'not divided',
+        'difference',
+        'share learnt',
+    ]
     return title, headers, rows
 
 
@@ -322,13 +331,13 @@ def judge_softmax(samples, slopes):
 
 def judge_training(losses, counted):
     claims = []
-    for init in dict.fromkeys(init for init, *_ in losses):
-        name = INITS[init]
+    for kind in dict.fromkeys(kind for kind, *_ in losses):
+        name = KINDS[kind][0]
         found = {
-            d: (mean_interval(raw - losses[init, d, True]), share)
-            for (i, d, scale), raw in losses.items()
-            if i == init and not scale
-            for share in [share_learnt(losses[init, d, True], raw, counted)]
+            d: (mean_interval(raw - losses[kind, d, True]), share)
+            for (own, d, scale), raw in losses.items()
+            if own == kind and not scale
+            for share in [share_learnt(losses[kind, d, True], raw, counted)]
         }
         hardly = [d for d, (_, (share, half)) in found.items() if share + half < HARDLY]
         perhaps = [d for d, (_, (share, half)) in found.items() if share - half < HARDLY]
@@ -345,7 +354,7 @@ def judge_training(losses, counted):
         claims.append(
             experiment.Claim(
                 source='B2',
-                text=f'Without the division a model hardly learns ({name} initialisation)',
+                text=f'Without the division a model hardly learns (queries and keys: {name})',
                 theirs='asserted without a measurement',
                 ours=f'{listed}. "Learnt" is the way below the loss of mere frequencies, in parts '
                 f'of the way of the divided model; "hardly" is under {HARDLY:.0%}'
@@ -361,10 +370,10 @@ def draw(samples, losses, counted):
     figure = Figure(figsize=(9, 7.2))
     top, bottom = figure.subfigures(2, 1)
     draw_softmax(top.subplots(1, 2), samples)
-    inits = list(dict.fromkeys(init for init, *_ in losses))
-    plots = bottom.subplots(1, len(inits), sharey=True, squeeze=False)[0]
-    for plot, init in zip(plots, inits, strict=True):
-        draw_losses(plot, init, losses, counted)
+    kinds = list(dict.fromkeys(kind for kind, *_ in losses))
+    plots = bottom.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for plot, kind in zip(plots, kinds, strict=True):
+        draw_losses(plot, kind, losses, counted)
     plots[0].set_ylabel('validation loss (nats a character)')
     plots[0].legend(loc='best')
     return figure
@@ -379,7 +388,7 @@ def draw_softmax(plots, samples):
     for plot, name in zip(plots, UNIFORM, strict=True):
         for kind, label in NAMES.items():
             means = [columns[f'{kind}_{name}'].mean() for columns in samples.values()]
-            plot.plot(samples, means, color=COLOURS[kind], marker=SHAPES[kind], label=label)
+            plot.plot(list(samples), means, color=COLOURS[kind], marker=SHAPES[kind], label=label)
         plot.axhline(UNIFORM[name], color=PALETTE[-1], linestyle=':', label='all keys alike')
         show_powers(plot, samples, 'd_k')
     left, right = plots
@@ -399,21 +408,21 @@ def draw_softmax(plots, samples):
     right.legend(*([x[-1]] for x in right.get_legend_handles_labels()), loc='lower left')
 
 
-def draw_losses(plot, init, losses, counted):
-    dimensions = list(dict.fromkeys(d for i, d, _ in losses if i == init))
-    for kind, label in NAMES.items():
-        values = [losses[init, d, kind == 'scaled'] for d in dimensions]
-        style = dict(color=COLOURS[kind], marker=SHAPES[kind])
-        plot.plot(dimensions, [x.mean() for x in values], label=label, **style)
+def draw_losses(plot, kind, losses, counted):
+    dimensions = [d for own, d, scale in losses if own == kind and scale]
+    for division, label in NAMES.items():
+        values = [losses[kind, d, division == 'scaled'] for d in dimensions]
+        colour = COLOURS[division]
+        means = [x.mean() for x in values]
+        plot.plot(dimensions, means, color=colour, marker=SHAPES[division], label=label)
         for d, x in zip(dimensions, values, strict=True):
-            plot.plot([d] * len(x), x, '.', color=COLOURS[kind], markersize=3)
+            plot.plot([d] * len(x), x, '.', color=colour, markersize=3)
     for name, value in counted.items():
         plot.axhline(value, color=PALETTE[-1], linestyle=':')
-        plot.text(
-            dimensions[0], value, f'counted {name}', fontsize=7.5, va='bottom', color='#606060'
-        )
+        label = f'counted {name} of characters'
+        plot.text(dimensions[0], value, label, fontsize=7.5, va='bottom', color='#606060')
     show_powers(plot, dimensions, 'd_k (dimensions of a head)')
-    plot.set_title(f'A trained GPT, {INITS[init]} initialisation')
+    plot.set_title(f'A trained GPT, queries and keys: {KINDS[kind][0]}')
 
 
 def show_powers(plot, values, label):

@@ -69,7 +69,7 @@ def test_counted_losses_are_those_of_frequencies_and_pairs():
 
 
 def test_the_two_models_differ_in_the_division_alone():
-    with_division, without = (sqrt_dk.make_config('xavier', 32, on, 60) for on in (True, False))
+    with_division, without = (sqrt_dk.make_config('normed', 32, on, 60) for on in (True, False))
     changed = {
         key
         for group in with_division
