@@ -209,8 +209,12 @@ def draw(counts, norms):
     left.legend(*plot.get_legend_handles_labels(), loc='outside lower center', ncols=3)
 
     plots = right.subplots(1, 2, sharey=True)
-    titles = ('The feed-forward sees\none token alone', 'Attention sees\nevery token')
-    for panel, title, norms_TS in zip(plots, titles, norms.values(), strict=True):
+    titles = {
+        'feed-forward': 'The feed-forward sees\none token alone',
+        'attention': 'Attention sees\nevery token',
+    }
+    for panel, (name, title) in zip(plots, titles.items(), strict=True):
+        norms_TS = norms[name]
         panel.imshow(np.ma.masked_equal(norms_TS, 0), cmap='Blues', vmin=0, vmax=norms_TS.max())
         panel.set_title(title)
         panel.set_xlabel('input token s')

@@ -152,6 +152,21 @@ def on_all_devices(function, jobs):
         return list(pool.map(run_one, jobs))
 
 
+def interleaved_times(functions, rounds, warm_ups=2):
+    """Seconds of each round of each function, {name: array}, from {name: function}.
+
+    The functions, which take nothing, have turns: whatever else slows the machine down slows all of
+    them alike. Results are waited for. The warm-ups, in which programs compile, are not counted.
+    """
+    seconds = {name: [] for name in functions}
+    for _ in range(warm_ups + rounds):
+        for name, function in functions.items():
+            started = time.perf_counter()
+            jax.block_until_ready(function())
+            seconds[name].append(time.perf_counter() - started)
+    return {name: np.array(own[warm_ups:]) for name, own in seconds.items()}
+
+
 def read(file, directory, *, quick):
     """The record of an earlier run of the same code, or None."""
     try:

@@ -90,3 +90,11 @@ def test_jobs_run_once_each_in_order_of_their_results():
 
     assert experiment.on_all_devices(double, [(x,) for x in range(20)]) == list(range(0, 40, 2))
     assert sorted(seen) == list(range(20))
+
+
+def test_timed_functions_take_turns_and_warm_ups_are_not_counted():
+    seen = []
+    functions = {'a': lambda: seen.append('a'), 'b': lambda: seen.append('b')}
+    seconds = experiment.interleaved_times(functions, rounds=3, warm_ups=2)
+    assert seen == ['a', 'b'] * 5
+    assert {name: x.shape for name, x in seconds.items()} == {'a': (3,), 'b': (3,)}
