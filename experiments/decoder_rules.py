@@ -317,11 +317,13 @@ def draw(changes_TU, seconds):
         right.fill_between(lengths, parts[:, 0], parts[:, 2], color=colour, alpha=0.2)
     right.set_xscale('log', base=2)
     right.set_yscale('log')
+    right.yaxis.set_major_formatter('{x:g}')
+    right.yaxis.set_minor_formatter('')
     right.set_xticks(lengths, [f'{n}' for n in lengths])
     right.set_xlabel('tokens of source and of target')
     right.set_ylabel('microseconds per target token')
     right.set_title('The same logits in three ways (band: quartiles)')
-    right.legend()
+    figure.legend(*right.get_legend_handles_labels(), loc='outside lower right', ncols=3)
     return figure
 
 

@@ -75,9 +75,12 @@ LAYERS = {
 def gradient_norms(layer, x_TD):
     """norms_T: of ∂y_n/∂x_s for every input s, where y_n is the last output."""
     _, backward = jax.vjp(lambda x_TD: layer(x_TD)[-1], x_TD)
-    # One row of the Jacobian after the other: all at once attention would need D times its scores.
-    rows_DTD = jax.lax.map(lambda dy_D: backward(dy_D)[0], jnp.eye(WIDTH))
-    return jnp.sqrt(jnp.square(rows_DTD).sum((0, 2)))
+    # A few rows of the Jacobian at once: for all of them attention would need D times its scores.
+    rows_DTD = jax.lax.map(lambda dy_D: backward(dy_D)[0], jnp.eye(WIDTH), batch_size=8)
+    # Scaled first, or squares would underflow long before the norms do.
+    largest_T = jnp.abs(rows_DTD).max((0, 2))
+    scaled_DTD = rows_DTD / jnp.where(largest_T > 0, largest_T, 1)[:, None]
+    return largest_T * jnp.sqrt(jnp.square(scaled_DTD).sum((0, 2)))
 
 
 def measure_layer(make, length, seeds):
@@ -150,6 +153,8 @@ def measure(quick):
 
 
 def interval(values):
+    if not all(values):
+        return 'below float32'
     mean, half = mean_interval(values)
     return f'{mean:.2g} ± {half:.1g}'
 
@@ -203,7 +208,6 @@ def judge(first, by_distance, products, lengths):
 def draw(first, by_distance):
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
-    floor = 1e-9
     for (name, own), colour, marker in zip(first.items(), PALETTE, MARKERS, strict=False):
         lengths, norms_NE = list(own), np.array(list(own.values()))
         left.plot(lengths, norms_NE, '.', color=colour, markersize=3)
@@ -218,13 +222,15 @@ def draw(first, by_distance):
     left.set_xlabel('n, tokens of the sequence')
     left.set_ylabel('norm of ∂y_n/∂x_1')
     left.set_title('From the last output back to the first input')
-    left.legend(loc='lower left')
+    figure.legend(*left.get_legend_handles_labels(), loc='outside lower center', ncols=4)
     right.set_xlabel('distance n − s (tokens)')
     right.set_ylabel('norm of ∂y_n/∂x_s')
-    right.set_title(f'Within one sequence of {lengths[-1]}: only the LSTM forgets')
+    right.set_title(f'Within one sequence of {lengths[-1]}: the LSTM forgets')
     for plot in (left, right):
         plot.set_yscale('log')
-        plot.set_ylim(floor, 10)
+        plot.set_ylim(1e-9, 10)
+        plot.set_yticks([1e-8, 1e-6, 1e-4, 1e-2, 1], ['1e-8', '1e-6', '1e-4', '0.01', '1'])
+        plot.minorticks_off()
     return figure
 
 
