@@ -107,8 +107,8 @@ def between_tokens(norms_TS):
     return norms_TS[~np.eye(len(norms_TS), dtype=bool)]
 
 
-def measure(quick):
-    del quick  # it takes seconds
+def measure(setting):
+    del setting  # it takes seconds
     counts = {(kind, d): parameters(d, cross) for kind, cross in BLOCKS.items() for d in WIDTHS}
     gated = parameters(512, False, 'swiglu')
     norms, difference, largest = jax.tree.map(np.asarray, measure_block())

@@ -19,7 +19,21 @@ from minigpt_jax import experiment
 from minigpt_jax.report.figures import styled
 
 # In the order of the articles.
-EXPERIMENTS = ('lookups', 'positions_training', 'head_sweep')
+EXPERIMENTS = (
+    'lookups',
+    'worked_example',
+    'sqrt_dk',
+    'multi_head_shapes',
+    'permutation',
+    'positional_encoding',
+    'block_anatomy',
+    'norm_gradients',
+    'positions_training',
+    'decoder_rules',
+    'path_length',
+    'cost_curve',
+    'head_sweep',
+)
 # What waits for the analysis of heads.
 OPEN = (
     experiment.Claim(

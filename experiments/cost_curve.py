@@ -173,12 +173,12 @@ def crossing(lengths, growing, other):
     return None
 
 
-def measure(quick):
-    lengths = QUICK_LENGTHS if quick else LENGTHS
+def measure(setting):
+    lengths = QUICK_LENGTHS if setting.quick else LENGTHS
     if _LENGTHS.value is not None:
         lengths = sorted({int(n) for n in _LENGTHS.value})
-    batch = _BATCH.value or (QUICK_BATCH if quick else BATCH)
-    warm_ups, rounds = (QUICK_WARM_UPS, QUICK_ROUNDS) if quick else (WARM_UPS, ROUNDS)
+    batch = _BATCH.value or (QUICK_BATCH if setting.quick else BATCH)
+    warm_ups, rounds = (QUICK_WARM_UPS, QUICK_ROUNDS) if setting.quick else (WARM_UPS, ROUNDS)
     limit = device_memory()[0]
     memory, seconds = {}, {}
     for n in lengths:

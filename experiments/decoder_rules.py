@@ -182,8 +182,8 @@ def times(model, params, length, rounds, batch_size=16):
     return {name: own / (batch_size * length) for name, own in seconds.items()}
 
 
-def measure(quick):
-    lengths, rounds = (LENGTHS[:1], 3) if quick else (LENGTHS, 30)
+def measure(setting):
+    lengths, rounds = (LENGTHS[:1], 3) if setting.quick else (LENGTHS, 30)
     model, params = make_model()
     masked, changes_TU = masked_weights(model, params), changes_by_later_tokens(model, params)
     keys = keys_of_layers(model, params)

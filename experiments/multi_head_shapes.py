@@ -192,8 +192,8 @@ def compare_projections(config, seeds):
 # The experiment.
 
 
-def measure(quick):
-    heads, rounds = ((1, 8), 5) if quick else (HEADS, 60)
+def measure(setting):
+    heads, rounds = ((1, 8), 5) if setting.quick else (HEADS, 60)
     attention = make_attention(FusedMultiHeadAttention, SHAPE_BTD[-1], NUM_HEADS)
     x_BTD = jax.random.normal(jax.random.key(1), SHAPE_BTD)
     arrays = stages(attention, x_BTD)
@@ -214,8 +214,8 @@ def measure(quick):
         for h in heads
     ]
     forms = [compare_forms(TIMED_BTD, h, rounds) for h in heads]
-    config = resolve(heads_sweep.get_config('quick' if quick else ''))
-    if quick:
+    config = resolve(heads_sweep.get_config('quick' if setting.quick else ''))
+    if setting.quick:
         config.train.steps = 60
     projections = compare_projections(config, SEEDS)
 

@@ -112,8 +112,8 @@ def slopes(norms_by_length, logarithmic):
     return np.array([np.polyfit(x[own > 0], np.log(own[own > 0]), 1)[0] for own in by_seed])
 
 
-def measure(quick):
-    lengths, seeds = ((4, 16), SEEDS[:3]) if quick else (LENGTHS, SEEDS)
+def measure(setting):
+    lengths, seeds = ((4, 16), SEEDS[:3]) if setting.quick else (LENGTHS, SEEDS)
     norms = {
         name: {n: measure_layer(make, n, seeds) for n in lengths} for name, make in LAYERS.items()
     }

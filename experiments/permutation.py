@@ -98,9 +98,9 @@ def last_changes(seed, *, causal):
     return jnp.abs(after_ND - before_ND).max(axis=1) / jnp.sqrt(jnp.mean(before_ND**2, axis=1))
 
 
-def measure(quick):
+def measure(setting):
     found = differences()
-    seeds = range(2 if quick else 8)
+    seeds = range(2 if setting.quick else 8)
     changes = {  # of shape EN: seeds, layers
         mask: np.array([last_changes(seed, causal=causal) for seed in seeds])
         for mask, causal in (('no mask', False), ('causal mask', True))

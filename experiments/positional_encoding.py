@@ -66,8 +66,8 @@ def extend():
     return found
 
 
-def measure(quick):
-    del quick  # there is nothing to make smaller
+def measure(setting):
+    del setting  # there is nothing to make smaller
     table_TD = encode(np.arange(POSITIONS))
     products_TS = table_TD @ table_TD.T
     distances_TS = np.arange(POSITIONS)[:, None] - np.arange(POSITIONS)

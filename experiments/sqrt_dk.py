@@ -163,10 +163,10 @@ def counted_losses(corpus):
     }
 
 
-def measure(quick):
-    samples = sample_softmax((4, 16, 64) if quick else PRINTED)
-    cells = {'normed': (16, 128)} if quick else {kind: x[2] for kind, x in KINDS.items()}
-    num_steps = 60 if quick else 400
+def measure(setting):
+    samples = sample_softmax((4, 16, 64) if setting.quick else PRINTED)
+    cells = {'normed': (16, 128)} if setting.quick else {kind: x[2] for kind, x in KINDS.items()}
+    num_steps = 60 if setting.quick else 400
     corpus = ContinueText.load(make_config('normed', 8, True, num_steps).data)
     jobs = [(kind, d, on) for kind, heads in cells.items() for d in heads for on in (True, False)]
 

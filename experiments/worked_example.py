@@ -88,8 +88,8 @@ TITLES = {
 }
 
 
-def measure(quick):
-    del quick  # there is nothing to make smaller
+def measure(setting):
+    del setting  # there is nothing to make smaller
     steps = work_out()
     tables = [
         (title, ['token', *'1234'], [[t + 1, *map(show, row)] for t, row in enumerate(steps[name])])
