@@ -15,6 +15,7 @@ def model():
     return decoder_rules.make_model()
 
 
+@pytest.mark.slow
 def test_masked_weights_are_exactly_zero():
     masked = decoder_rules.masked_weights(*model())
     assert masked.size == 2 * 4 * 4 * LENGTH * (LENGTH - 1) // 2  # layers, texts, heads, pairs
@@ -34,6 +35,7 @@ def test_each_layer_has_keys_of_its_own_of_the_one_memory():
     assert decoder_rules.key_difference(keys_NBSHK) > 0.5
 
 
+@pytest.mark.slow
 def test_with_a_memory_of_zeros_the_source_does_not_matter():
     assert decoder_rules.change_by_source(*model(), 0.0) == 0
     assert decoder_rules.change_by_source(*model(), 1.0) > 1e-3

@@ -39,6 +39,7 @@ def test_both_forms_agree_and_are_timed():
     assert compared['ratio'].shape == (3,)
 
 
+@pytest.mark.slow
 def test_the_identity_is_in_the_place_of_every_output_projection_and_is_not_trained():
     config = resolve(tiny_config(**{'model.num_layers': 2}))
     params = steps.make_init(config, 11)(0).params

@@ -16,6 +16,7 @@ def test_products_in_sequence(length):
     assert counts == {'attention': 4, 'LSTM': length, 'LSTM, open forget gate': length}
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_the_jacobian():
     layer = path_length.Recurrent(rngs=nnx.Rngs(params=0))
     x_TD = jax.random.normal(jax.random.key(0), (3, path_length.WIDTH))

@@ -23,6 +23,7 @@ def test_a_causal_mask_alone_breaks_it(largest):
     assert largest[2] > 0.01
 
 
+@pytest.mark.slow
 def test_the_last_token_reads_order_through_a_mask_and_two_layers():
     causal_N, unmasked_N = (permutation.last_changes(0, causal=on) for on in (True, False))
     assert causal_N[0] < 1e-4

@@ -225,6 +225,7 @@ def compiled(implementation, length, batch=1, heads=2):
     return jax.jit(step).lower(*[x_BTHK] * 4).compile()
 
 
+@pytest.mark.slow
 def test_the_memory_of_blockwise_attention_grows_with_the_length_not_its_square():
     plain, blockwise = (
         [
