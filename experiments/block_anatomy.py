@@ -1,6 +1,6 @@
 """What a block is made of: where its parameters are, and which part lets tokens see each other.
 
-    python -m experiments.block_anatomy [--quick]      a few seconds on two cores
+    python -m experiments.block_anatomy [--quick]      about ten seconds on two cores
 
 A block is attention, a feed-forward of hidden width 4 · d_model at each token alone, and norms.
 Counted are the parameters of an encoder's block and of a decoder's with encoder-decoder attention.

@@ -1,6 +1,6 @@
 """The rules of a decoder: what it may see, what it is given once, and why training is one pass.
 
-    python -m experiments.decoder_rules [--quick]      about a minute on two cores; --quick: less
+    python -m experiments.decoder_rules [--quick]      about a minute on two cores; --quick: half
 
 An encoder-decoder reads a source and a target. Held against the model are five rules: a masked
 weight is exactly 0; no output depends on a later token; all layers attend to one memory, the
@@ -10,7 +10,7 @@ is worth.
 
 Expected: the first two and the fourth to the bit, the others but for rounding. With biases a
 memory of zeros says nothing of the source either: every key and value is a bias then. One pass is
-faster than a cache by far, and a cache faster than reading all anew for each token.
+a few times faster than a cache, and a cache than reading all anew for each token.
 
 The setting: the model of `configs/translate_dates.py` (width 128, 4 heads, 2 + 2 layers) with
 Glorot's initialisation, not trained: rules hold at any parameters. Random tokens of 60 symbols.
