@@ -278,7 +278,9 @@ def test_a_key_without_use_is_found_out_in_the_schedule(paths, monkeypatch):
 def test_a_key_without_use_is_found_out_in_the_model(paths, monkeypatch):
     only = positions.LearnedPositions
     monkeypatch.setitem(positions.EMBEDDING_POSITIONS, 'sinusoidal', only)
+    steps._abstract_model.cache_clear()  # of models as they were before, then of these
     assert not shows('model.positions', paths)
+    steps._abstract_model.cache_clear()
 
 
 def test_a_key_without_use_is_found_out_in_the_data(paths, monkeypatch):

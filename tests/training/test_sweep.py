@@ -649,6 +649,7 @@ def test_files_of_two_runs_are_told_apart_from_damaged_ones(finished, text_file,
         (('model', 'context_length'), 0, r'config\.json: damaged \(model\.context_length'),
         (('data',), 3, r"config\.json: damaged \(no group 'data'"),
         (('model', 'd_ff'), 32, r'checkpoints/12: of another model than config\.json'),
+        (('model', 'num_layers'), 2, r'checkpoints/12: of another model than config\.json'),
     ):
         with pytest.raises(RunError, match=line):
             load_run(changed('config.json', ('config', *keys), value))

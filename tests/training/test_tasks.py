@@ -142,7 +142,9 @@ def test_the_newest_checkpoints_are_averaged(tmp_path):
     sweep.run(pair_config('copy', **SHORT), tmp_path)
     # At steps 2 and 4; the older one alone is read where the newer one is gone.
     newest, mean = (jax.tree.leaves(load_run(tmp_path, average).params) for average in (1, 2))
-    with pytest.raises(RunError, match=r'has 2 checkpoints.* train with --config\.train\.keep=3'):
+    with pytest.raises(
+        RunError, match=r'checkpoints are 2, too few.* train with --config\.train\.keep=3'
+    ):
         load_run(tmp_path, 3)
     shutil.rmtree(tmp_path / 'checkpoints' / '4')
     older = jax.tree.leaves(load_run(tmp_path).params)
