@@ -467,7 +467,7 @@ class TranslatePairs:
             for start, end in (validation.source_starts[i : i + 2] for i in shown)
         ]
         targets = [
-            tokenizer.target.decode(validation.target[start + 1 : end - 1])
+            tokenizer.target.decode(validation.target[start : end - 1])
             for start, end in (validation.target_starts[i : i + 2] for i in shown)
         ]
         found = translate(model, params, tokenizer, self.config.model.context_length, sources)
