@@ -46,17 +46,17 @@ def learned(corpus, workdir, **values):
     """A run on words, judged by greedy translations of words that it has not seen."""
     quickly = {'model.num_heads': 1, 'optim.b2': 0.95}
     assert sweep.run(pair_config(corpus, **quickly, **values), workdir) == 0
-    run = load_run(workdir)
     summary = json.loads((workdir / 'summary.json').read_text())
     assert summary['exact_match'] >= 0.99
     assert read_lines(workdir / 'metrics.jsonl')[-1]['exact_match'] == summary['exact_match']
-    return run, summary
+    return summary
 
 
 @pytest.fixture(scope='module')
 def copier(tmp_path_factory):
     workdir = tmp_path_factory.mktemp('copier')
-    return workdir, *learned('copy', workdir)
+    summary = learned('copy', workdir)
+    return workdir, load_run(workdir), summary
 
 
 WORDS = ['abcd', 'hgfedcba', 'cab']
@@ -80,7 +80,7 @@ def test_copies_words_that_it_has_not_seen(copier):
 def test_reverses_words_that_it_has_not_seen(tmp_path):
     # To count from the end of a word takes a second layer.
     layers = {'model.num_layers': 2, 'model.encoder_layers': 2}
-    _, summary = learned('reverse', tmp_path, **layers)
+    summary = learned('reverse', tmp_path, **layers)
     assert summary['encoder_layers'] == 2
     lines = (tmp_path / 'samples.txt').read_text().splitlines()
     assert [line.removeprefix('= ') for line in lines[2::3]] == [x[::-1] for x in lines[::3]]
