@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from minigpt_jax.data import batches, images, pairs
-from minigpt_jax.inference.decoding import continue_text, translate, translate_batch
+from minigpt_jax.inference.decoding import continue_text, translate_batch
 from minigpt_jax.inference.scores import score_translations
 from minigpt_jax.training import sharding, steps
 from minigpt_jax.training.config import ConfigError
@@ -435,47 +435,42 @@ class TranslatePairs:
     def judge(self, model, params):
         if not self.config.eval.decoded_pairs:
             return {}
-        chosen = self._spread(self.config.eval.decoded_pairs)
+        _, references, hypotheses = self._translate(model, params, self.config.eval.decoded_pairs)
+        scores = score_translations(hypotheses, references, self.config.data.target_language)
+        return {name: scores[name] for name in self.judged}
+
+    def sample(self, model, params):
+        """Some pairs of validation: the source, its greedy translation, and what is right."""
+        shown = zip(*self._translate(model, params, _SHOWN), strict=True)
+        return '\n'.join(f'{source}\n→ {found}\n= {right}' for source, right, found in shown)
+
+    def _translate(self, model, params, count):
+        """(sources, targets, translations) of at most `count` pairs of validation, of all lengths.
+
+        In the batches of validation, so that training and its end share what is compiled.
+        """
+        rows = np.concatenate([bucket.rows for bucket in self.validation_buckets])
+        chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
         length, tokenizer = self.config.model.context_length, self.corpus.tokenizer
-        hypotheses, references = [], []
+        texts = [], [], []
         for bucket in self.validation_buckets:
-            rows = bucket.rows[np.isin(bucket.rows, chosen)]
-            own = dataclasses.replace(bucket, rows=rows)
-            if not len(rows):
+            own = dataclasses.replace(bucket, rows=bucket.rows[np.isin(bucket.rows, chosen)])
+            if not len(own.rows):
                 continue
             (batches_N,) = pairs.validation_pairs(self.corpus.validation, [own])
             for n in range(own.num_batches):
                 batch = {name: x[n] for name, x in batches_N.items()}
                 tokens_BT, lengths_B = translate_batch(model, params, batch, length, tokenizer)
                 for b in np.flatnonzero(batch['target_lengths_B']):  # not the rows of padding
-                    end = batch['target_lengths_B'][b]
-                    references.append(tokenizer.target.decode(batch['target_BT1'][b, 1:end]))
-                    hypotheses.append(tokenizer.target.decode(tokens_BT[b, : lengths_B[b] - 1]))
-        scores = score_translations(hypotheses, references, self.config.data.target_language)
-        return {name: scores[name] for name in self.judged}
-
-    def _spread(self, count):
-        """Numbers of at most `count` pairs of validation, of all lengths."""
-        rows = np.concatenate([bucket.rows for bucket in self.validation_buckets])
-        return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
-
-    def sample(self, model, params):
-        shown = self._spread(_SHOWN)
-        validation, tokenizer = self.corpus.validation, self.corpus.tokenizer
-        sources = [
-            tokenizer.source.decode(validation.source[start : end - 1])
-            for start, end in (validation.source_starts[i : i + 2] for i in shown)
-        ]
-        targets = [
-            tokenizer.target.decode(validation.target[start : end - 1])
-            for start, end in (validation.target_starts[i : i + 2] for i in shown)
-        ]
-        found = translate(model, params, tokenizer, self.config.model.context_length, sources)
-        return '\n'.join(
-            f'{source}\n→ {best[0].text}\n= {target}'
-            for source, target, best in zip(sources, targets, found, strict=True)
-            if best
-        )
+                    source_end, target_end = (
+                        batch[name][b] for name in ('source_lengths_B', 'target_lengths_B')
+                    )
+                    texts[0].append(
+                        tokenizer.source.decode(batch['source_BS'][b, : source_end - 1])
+                    )
+                    texts[1].append(tokenizer.target.decode(batch['target_BT1'][b, 1:target_end]))
+                    texts[2].append(tokenizer.target.decode(tokens_BT[b, : lengths_B[b] - 1]))
+        return texts
 
     def first_text(self, batch):
         length = int(batch['source_lengths_B'][0]) - 1
