@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from minigpt_jax import experiment
 from minigpt_jax.report.figures import styled
 
+HERE = pathlib.Path(__file__).parent
 # In the order of the articles.
 EXPERIMENTS = (
     'lookups',

@@ -57,7 +57,12 @@ def _depths_of_equation(equation, starts):
 
 
 def _depths_of_scan(equation, starts, body):
-    num_consts, num_carry = equation.params['num_consts'], equation.params['num_carry']
+    # What the loop goes along has an axis more outside; jax's own name for it changes by version.
+    def num_stacked(outside, inside):
+        return sum(x.aval.ndim > y.aval.ndim for x, y in zip(outside, inside, strict=True))
+
+    num_carry = len(equation.outvars) - num_stacked(equation.outvars, body.outvars)
+    num_consts = len(starts) - num_carry - num_stacked(equation.invars, body.invars)
     consts, carry = starts[:num_consts], starts[num_consts : num_consts + num_carry]
     slices = starts[num_consts + num_carry :]
     stacked = [0] * (len(equation.outvars) - num_carry)

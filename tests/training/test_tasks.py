@@ -251,7 +251,7 @@ ALONE = {
 def test_a_family_learns_is_judged_and_resumes_to_the_same_bits(family, tmp_path, monkeypatch):
     alphabet = tmp_path / 'alphabet.txt'
     alphabet.write_text('abcdefghij' * 600)
-    learns = {'train.steps': 180, 'train.steps_per_call': 20, 'train.log_every': 20}
+    learns = {'train.steps': 240, 'train.steps_per_call': 20, 'train.log_every': 20}
     learns |= {'train.checkpoint_every': 100, 'eval.every': 100, 'optim.learning_rate': 1e-2}
     config = tiny_config(alphabet, **ALONE[family] | learns)
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'
