@@ -148,9 +148,10 @@ def test_a_workdir_of_the_wrong_family_is_refused(workdir, text_file, tmp_path):
     np.testing.assert_allclose(figures['bits_per_byte'], summary['bits_per_byte'], rtol=1e-4)
 
 
-def test_evaluate_on_validation_and_on_files(workdir, tmp_path):
+def test_evaluate_on_validation_and_on_files(workdir, tmp_path, monkeypatch):
     # Where the corpus has to be prepared again, that is not said in the midst of the figures.
-    done = run('evaluate', f'--workdir={workdir}', '--json', TFDS_DATA_DIR=str(tmp_path / 'empty'))
+    monkeypatch.setenv('TFDS_DATA_DIR', str(tmp_path / 'empty'))
+    done = run('evaluate', f'--workdir={workdir}', '--json')
     assert 'preparing copy' in done.stderr
     figures = json.loads(done.stdout)
     summary = json.loads((workdir / 'summary.json').read_text())
