@@ -3,11 +3,13 @@
     python -m minigpt_jax.train --config=configs/ln_sweep.py
 
 Two placements × 2, 4 and 6 layers × no warm-up or 200 steps of it × two learning rates × three
-seeds: 72 runs, MINUTES on two idle cores. Adam without clipping and decay, Glorot's
+seeds: 72 runs, 20 minutes on two cores. Adam without clipping and decay, Glorot's
 initialisation, as in the original Transformer: clipping and smaller weights do part of what
 warm-up does.
 
-Expected: EXPECTED
+Expected: val_loss of 2.5 (2 layers) to 2.8 (6) where a run learns; 3.28, what the frequencies of
+characters give, where it does not: Post-LN at the higher rate without warm-up from 4 layers on, and
+with 6 layers even with it. Pre-LN learns at every point.
 `python -m experiments.norm_training` judges it, with a map. `:quick`, six runs of two layers in
 under a minute, shows that it runs and finds nothing. Further placements are
 `--config.sweep="(('model.norm_placement', ('sandwich', 'deepnorm', 'none')), …)"`.

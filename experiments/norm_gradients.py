@@ -1,6 +1,6 @@
 """Where the norm stands decides where the gradient is: every layer's, before the first step.
 
-    python -m experiments.norm_gradients [--quick]   three minutes on two cores
+    python -m experiments.norm_gradients [--quick]      a minute on two cores
 
 In a stack that has learned nothing yet, how large is the gradient of the last block against that of
 the first? With the norm behind each sum (Post-LN) every norm rescales what flows back, and the
@@ -279,29 +279,25 @@ def both_weights(qkv, feed_forward):
 
 @styled
 def draw(norms, ratios, placements, depths):
-    figure = Figure(figsize=(13.5, 4.4))
-    by_layer, of_qkv, of_feed_forward = figure.subplots(1, 3, width_ratios=(1.4, 1, 1))
+    figure = Figure(figsize=(13, 4.4))
+    by_layer, of_qkv, of_feed_forward = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
     deepest = max(depths)
     for placement, colour in zip(placements, PALETTE, strict=False):
         norms_EN = norms[placement, deepest][QKV]
         place_N = np.arange(1, deepest + 1)
-        by_layer.plot(place_N, norms_EN.mean(axis=0), color=colour)
+        by_layer.plot(place_N, norms_EN.mean(axis=0), color=colour, label=placement)
         by_layer.fill_between(
             place_N, norms_EN.min(axis=0), norms_EN.max(axis=0), color=colour, alpha=0.15
         )
     by_layer.set_yscale('log')
     by_layer.yaxis.set_major_formatter('{x:g}')
     by_layer.yaxis.set_minor_formatter('')
-    by_layer.set_xlim(1, 1.2 * deepest)  # room for the names
     by_layer.set_xticks([1, *range(deepest // 4, deepest + 1, deepest // 4)])
     by_layer.set_xlabel(f'block (1: next to the input, {deepest}: to the output)')
     by_layer.set_ylabel('gradient norm of the q, k, v weight')
     by_layer.set_title(f'{deepest} layers: mean and range of {len(SEEDS)} seeds')
-    for placement, line in zip(placements, list(by_layer.lines), strict=True):
-        by_layer.annotate(
-            placement, (deepest, line.get_ydata()[-1]), (6, 0), textcoords='offset points',
-            color=line.get_color(), va='center', annotation_clip=False,
-        )  # fmt: skip
+    # Between DeepNorm, whose blocks start small, and all others.
+    by_layer.legend(ncols=2, loc='lower center', bbox_to_anchor=(0.5, 0.14))
 
     pair = dict(zip(('Post-LN', 'Pre-LN'), PALETTE, strict=False))
     for plot, parameter in ((of_qkv, QKV), (of_feed_forward, FEED_FORWARD)):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import norm_training
+from minigpt_jax.report.figures import png
 from minigpt_jax.training import sweep
 
 POINTS = [
@@ -48,6 +49,11 @@ def test_verdicts_tell_who_needs_warm_up():
     assert verdicts == [
         'does not hold', 'holds under a condition', 'holds', 'holds under a condition', 'holds',
     ]  # fmt: skip
+
+
+def test_a_map_of_runs_that_all_failed_is_drawn():
+    losses = {point: np.array([3.2, 3.3, 3.4]) for point in POINTS}
+    assert png(norm_training.draw(losses, frequencies=3.0, steps=10))
 
 
 @pytest.mark.parametrize(('variant', 'runs'), [('', 72), ('quick', 6)])
