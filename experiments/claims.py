@@ -29,6 +29,7 @@ EXPERIMENTS = (
     'positional_encoding',
     'block_anatomy',
     'norm_gradients',
+    'norm_training',
     'positions_training',
     'decoder_rules',
     'path_length',

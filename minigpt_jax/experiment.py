@@ -6,6 +6,7 @@ A script below `experiments/` has a function `measure(setting)`, which returns a
 hands it to `run_command`: tables and verdicts are printed, `NAME.json` and `NAME.png` written.
 """
 
+import ast
 import concurrent.futures
 import dataclasses
 import datetime
@@ -182,11 +183,26 @@ def _identity(file, quick):
 
 
 def code_hash(file):
-    """A digest of the script and of all that it may compute with: the package but for reports."""
+    """A digest of the script, its configurations and the package but for reports.
+
+    That is all that it may compute with.
+    """
     package = pathlib.Path(__file__).parent
     rooms = ('model', 'data', 'training', 'inference', 'analysis')
-    sources = [file, *sorted(p for room in rooms for p in (package / room).rglob('*.py'))]
+    sources = [file, *sorted(configurations(file, package.parent / 'configs'))]
+    sources += sorted(p for room in rooms for p in (package / room).rglob('*.py'))
     return hashlib.sha256(b'\0'.join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def configurations(file, directory):
+    """The files of `from configs import …` in a script, and of those in them."""
+    found = {
+        directory / f'{alias.name}.py'
+        for node in ast.parse(file.read_bytes()).body
+        if isinstance(node, ast.ImportFrom) and node.module == 'configs'
+        for alias in node.names
+    }
+    return found.union(*(configurations(path, directory) for path in found))
 
 
 def describe(record):

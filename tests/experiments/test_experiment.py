@@ -52,6 +52,15 @@ def test_the_digest_is_of_the_code_that_computes():
     assert experiment.code_hash(file) != experiment.code_hash(file.with_name('cli.py'))
 
 
+def test_the_digest_is_of_the_configurations_that_the_script_starts_from(tmp_path):
+    (tmp_path / 'a.py').write_text('from configs import b\nsize = 1\n')
+    (tmp_path / 'b.py').write_text('size = 2\n')
+    (tmp_path / 'c.py').write_text('size = 3\n')
+    script = tmp_path / 'script.py'
+    script.write_text('import pathlib\nfrom configs import a\n')
+    assert experiment.configurations(script, tmp_path) == {tmp_path / 'a.py', tmp_path / 'b.py'}
+
+
 def test_runs_of_other_code_or_size_are_kept_apart(script, tmp_path):
     seen = []
 
