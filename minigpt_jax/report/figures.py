@@ -86,7 +86,7 @@ def loss_figure(
     several = any(len(point.by_seed(metric)) > 1 for point in points)
     means = ', the marker their mean, the bar its 95 % interval' if several else ''
     plot.set_title(f'A dot is a run{means}')
-    _legend_below(figure, plot, _names(axes[1:]))
+    legend_below(figure, plot, _names(axes[1:]))
     return figure
 
 
@@ -105,7 +105,7 @@ def cost_figure(axes: Axes, points: Sequence[Point]) -> Figure:
         top = 1.02 * plot.get_ylim()[1]
         plot.set_ylim(0, top)
         plot.yaxis.set_major_formatter('{x:,.0f}' if top > 10 else '{x:g}')
-    _legend_below(figure, speed, _names(axes[1:]))
+    legend_below(figure, speed, _names(axes[1:]))
     return figure
 
 
@@ -136,57 +136,51 @@ def _visible(token: str) -> str:
 
 
 Curve = Sequence[tuple[int, float]]  # (step, loss)
+# (point, seed): {'train_loss': curve, 'val_loss': curve}
+Curves = Mapping[tuple[str, int], Mapping[str, Curve]]
 
 
 @styled
 def learning_curves(
     axes: Axes,
     points: Sequence[Point],
-    curves: Mapping[tuple[str, int], Mapping[str, Curve]],
+    curves: Curves,
     metric: str = 'val_loss',
     unit: str = 'nats per token',
 ) -> Figure:
     """Training and validation loss against the step: a thin line a run, a thick one their mean.
 
-    `curves` maps (point, seed) to `{'train_loss': curve, 'val_loss': curve}`. With a metric other
-    than the loss of a token, tokens differ between points, and the figure says so. `unit` is that
-    of losses.
+    With a metric other than the loss of a token, tokens differ between points, and the figure says
+    so. `unit` is that of losses.
     """
     figure = Figure(figsize=(9, 4.4))
     plots = figure.subplots(1, 2, sharex=True, sharey=True)
     points = [point for point in points if any(name == point.name for name, _ in curves)]
-    colours = _colours(len(points))
+    colours = series_colours(len(points))
     for plot, column in zip(plots, ('train_loss', 'val_loss'), strict=True):
         for point, colour in zip(points, colours, strict=True):
-            runs = [curves.get((point.name, row.get('seed')), {}) for row in point.rows]
-            ok = [row.get('status') == 'ok' for row in point.rows]
-            _plot_runs(plot, [run.get(column, ()) for run in runs], ok, colour)
+            plot_curves(plot, point, curves, column, colour)
         plot.set_xlabel('step')
         plot.xaxis.set_major_formatter('{x:,.0f}')
     plots[0].set_title('Training (batches as logged)')
     plots[1].set_title('Validation')
     differ = ', which differ' if metric != 'val_loss' else ''
     plots[0].set_ylabel(f'loss ({unit}{differ})')
-    ended_well = {
-        (point.name, row.get('seed'))
-        for point in points
-        for row in point.rows
-        if row.get('status') == 'ok'
-    }  # a run on its way to infinity must not set the scale
-    _cut_the_start(plots[0], [run for key, run in curves.items() if key in ended_well])
+    cut_the_start(plots[0], points, curves, ('train_loss', 'val_loss'))
     _name_colours(figure, plots, axes, points, colours)
     return figure
 
 
-def _plot_runs(plot: Plot, runs: Sequence[Curve], ok: Sequence[bool], colour: Any) -> None:
+def plot_curves(plot: Plot, point: Point, curves: Curves, column: str, colour: Any) -> None:
     """The runs of a point; the mean is over those that ended well, as in the tables."""
-    for run in runs:
-        finite = [(step, loss) for step, loss in run if math.isfinite(loss)]
+    runs = [(curves.get((point.name, row.get('seed')), {}).get(column), row) for row in point.rows]
+    for run, _ in runs:
+        finite = [(step, loss) for step, loss in run or () if math.isfinite(loss)]
         if finite:
             plot.plot(*zip(*finite, strict=True), color=colour, linewidth=0.6, alpha=0.4)
         if finite and len(finite) < len(run):
             plot.plot(*finite[-1], 'x', color=colour, markersize=7)
-    complete = [dict(run) for run, is_ok in zip(runs, ok, strict=True) if is_ok and run]
+    complete = [dict(run) for run, row in runs if run and row.get('status') == 'ok']
     if complete:
         steps = sorted(set.intersection(*map(set, complete)))
         means = [np.mean([run[step] for run in complete]) for step in steps]
@@ -194,9 +188,21 @@ def _plot_runs(plot: Plot, runs: Sequence[Curve], ok: Sequence[bool], colour: An
         plot.plot(steps, means, color=colour, linewidth=1.4, marker=marker, markersize=2.5)
 
 
-def _cut_the_start(plot: Plot, runs: Sequence[Mapping[str, Curve]]) -> None:
-    """Ends the loss axis where the first quarter of training leaves it, to show what differs."""
-    logged = [pair for run in runs for curve in run.values() for pair in curve]
+def cut_the_start(
+    plot: Plot, points: Sequence[Point], curves: Curves, columns: Sequence[str]
+) -> None:
+    """Ends the loss axis where the first quarter of training leaves it, to show what differs.
+
+    A run on its way to infinity does not set the scale.
+    """
+    logged = [
+        pair
+        for point in points
+        for row in point.rows
+        if row.get('status') == 'ok'
+        for column in columns
+        for pair in curves.get((point.name, row.get('seed')), {}).get(column, ())
+    ]
     last = max((step for step, _ in logged), default=0)
     late = [loss for step, loss in logged if step >= last / 4 and math.isfinite(loss)]
     if late:
@@ -209,7 +215,7 @@ def _name_colours(figure, plots, axes: Axes, points: Sequence[Point], colours) -
     if len(points) <= len(PALETTE):
         for label, colour in zip(labels, colours, strict=True):
             plots[0].plot([], [], color=colour, linewidth=1.4, label=label)
-        _legend_below(figure, plots[0], _names(axes))
+        legend_below(figure, plots[0], _names(axes))
     else:
         bounds = np.arange(len(points) + 1) - 0.5
         mappable = ScalarMappable(BoundaryNorm(bounds, len(points)), ListedColormap(colours))
@@ -228,7 +234,7 @@ def _against_axis(plot: Plot, axes: Axes, points: Sequence[Point], column: str) 
     series: dict[str, list[Point]] = {}
     for point in points:
         series.setdefault(_values(point, 1), []).append(point)
-    colours = _colours(len(series))
+    colours = series_colours(len(series))
     ordered = bool(axes) and _is_numeric(points)
     step = spacing * min(0.14, 0.6 / len(series))
     for index, (label, members) in enumerate(series.items()):
@@ -278,7 +284,7 @@ def _place_axis(plot: Plot, axes: Axes, points: Sequence[Point]) -> tuple[dict[A
         positions = {value: float(i) for i, value in enumerate(values)}
     places = np.sort(list(positions.values()))
     spacing = float(np.diff(places).min()) if len(places) > 1 else 1.0
-    shown = [_shorten(labels[value]) for value in values]
+    shown = [shorten(labels[value]) for value in values]
     plot.set_xticks([positions[value] for value in values], shown)
     inches = plot.get_position().width * plot.figure.get_figwidth()
     if max(map(_width, shown), default=0) * len(shown) > 13 * inches:  # letters an inch
@@ -306,7 +312,7 @@ def _names(axes: Axes) -> str:
 
 def _values(point: Point, start: int) -> str:
     """What a point has on the axes from `start` on, as an entry of a legend."""
-    return ', '.join(_shorten(tables.axis_value(point, i)) for i in range(start, len(point.values)))
+    return ', '.join(shorten(tables.axis_value(point, i)) for i in range(start, len(point.values)))
 
 
 def _is_numeric(points: Sequence[Point]) -> bool:
@@ -334,13 +340,13 @@ def _mark_diverged(plot: Plot, positions: Mapping[Any, float], points: Sequence[
         plot.plot(sorted(diverged), height, 'x', transform=plot.get_xaxis_transform(), **style)
 
 
-def _colours(count: int) -> list[Any]:
+def series_colours(count: int) -> list[Any]:
     if count <= len(PALETTE):
         return list(PALETTE[:count])
     return list(matplotlib.colormaps['viridis'](np.linspace(0, 0.92, count)))
 
 
-def _legend_below(figure: Figure, plot: Plot, title: str) -> None:
+def legend_below(figure: Figure, plot: Plot, title: str) -> None:
     handles, labels = plot.get_legend_handles_labels()
     if not labels:
         return
@@ -357,7 +363,7 @@ def _width(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in 'WF' else 1 for letter in text)
 
 
-def _shorten(text: str, length: int = _LONGEST_LABEL) -> str:
+def shorten(text: str, length: int = _LONGEST_LABEL) -> str:
     if len(text) <= length:
         return text
     head = (length - 1) // 3

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minigpt_jax.report import figures, statistics, tables
+from minigpt_jax.report import figures, multiples, statistics, tables
 from minigpt_jax.report.markup import fenced, html_page, literal
 from minigpt_jax.report.records import TOKEN_KEYS, Sweep, read_sweep
 from minigpt_jax.report.tables import METRICS, Axes
@@ -64,14 +64,25 @@ def write_report(workdir: Path, axes: Axes, run_dirs: Sequence[Path]) -> str:
 def _draw(sweep: Sweep) -> dict[str, bytes]:
     """The figures that there are data for, by path below the working directory."""
     drawn = {}
+    crowded = len(sweep.points) > len(figures.PALETTE)
     if any(sweep.by_seed().values()):
-        drawn['figures/loss.png'] = figures.loss_figure(
-            sweep.axes, sweep.points, sweep.metric, sweep.unit
-        )
+        if len(sweep.axes) > 1:
+            drawn['figures/map.png'] = multiples.loss_map(
+                sweep.axes, sweep.points, sweep.metric, sweep.unit
+            )
+        if len(sweep.axes) <= 2 or not crowded:
+            drawn['figures/loss.png'] = figures.loss_figure(
+                sweep.axes, sweep.points, sweep.metric, sweep.unit
+            )
     if any(curve for run in sweep.curves.values() for curve in run.values()):
-        drawn['figures/curves.png'] = figures.learning_curves(
-            sweep.axes, sweep.points, sweep.curves, sweep.metric, sweep.loss_unit
-        )
+        if len(sweep.axes) > 2 and crowded:
+            drawn['figures/curves.png'] = multiples.curve_panels(
+                sweep.axes, sweep.points, sweep.curves, sweep.loss_unit
+            )
+        else:
+            drawn['figures/curves.png'] = figures.learning_curves(
+                sweep.axes, sweep.points, sweep.curves, sweep.metric, sweep.loss_unit
+            )
     if any(point.by_seed('tokens_per_second') for point in sweep.points):
         drawn['figures/cost.png'] = figures.cost_figure(sweep.axes, sweep.points)
     return {name: figures.png(figure) for name, figure in drawn.items()}
@@ -142,6 +153,7 @@ def markdown_page(sweep: Sweep, pictures: Iterable[str]) -> str:
         f'**{literal(conclusion(sweep))}**',
         _caveats(sweep),
         _results(sweep),
+        _picture(pictures, 'figures/map.png', f'{METRICS[sweep.metric].name}: a map of all points'),
         _picture(pictures, 'figures/loss.png', f'{METRICS[sweep.metric].name} at every point'),
         _picture(pictures, 'figures/curves.png', 'learning curves of every point'),
         _differences(sweep),

@@ -308,10 +308,25 @@ def test_errors_and_axis_values_cannot_break_the_page(make_sweep):
     assert 'no memory </li> | `x`' in html.unescape(text)
 
 
+def test_pictures_adapt_to_the_number_of_axes(make_sweep):
+    rates = (('optim.learning_rate',), ((1e-3,), (3e-3,)))
+    drawn = {
+        count: re.findall(r'figures/(\w+)', build(make_sweep(axes=axes))[1])
+        for count, axes in enumerate(
+            ((HEADS,), (HEADS, POSITIONS), (HEADS, POSITIONS, rates)), start=1
+        )
+    }
+    assert drawn == {
+        1: ['loss', 'curves', 'cost'],
+        2: ['map', 'loss', 'curves', 'cost'],
+        3: ['map', 'curves', 'cost'],  # 12 points: no colours for so many lines
+    }
+
+
 def test_html_needs_nothing_from_elsewhere(make_sweep):
     _, page, text = build(make_sweep(axes=(HEADS, POSITIONS), samples={0: EVIL}))
     images = [attrs for tag, attrs in Page(text).elements if tag == 'img']
-    assert len(images) == len(re.findall(r'^!\[', page, re.M)) - 1 == 3  # one ![ is a sample's
+    assert len(images) == len(re.findall(r'^!\[', page, re.M)) - 1 == 4  # one ![ is a sample's
     assert all(image['src'].startswith('data:image/png;base64,') for image in images)
     assert all(image['alt'] for image in images)
     for tag, attrs in Page(text).elements:
