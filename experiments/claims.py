@@ -25,6 +25,7 @@ EXPERIMENTS = (
     'worked_example',
     'sqrt_dk',
     'multi_head_shapes',
+    'head_rules',
     'permutation',
     'positional_encoding',
     'block_anatomy',

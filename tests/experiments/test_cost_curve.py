@@ -3,10 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from flax import nnx
 
 from experiments import cost_curve
 from experiments.cost_curve import BLOCKWISE, LSTM, PLAIN, compile_pass, memory_bytes
+from minigpt_jax import experiment
+from minigpt_jax.report import figures
 
 
 def test_operations_are_equal_at_twice_the_width():
@@ -40,6 +44,65 @@ def test_plain_and_blockwise_layers_compute_the_same():
         cost_curve.make_layer(form, width=32, num_heads=4)(x_BTD) for form in (PLAIN, BLOCKWISE)
     )
     np.testing.assert_allclose(plain, blockwise, atol=1e-5)
+
+
+def measured(**changes):
+    """What `measure` finds, with figures of our own."""
+    lengths = list(cost_curve.LENGTHS)
+    results = {
+        'batch': cost_curve.BATCH,
+        'lengths': lengths,
+        'seconds': {PLAIN: [[2.0 * n] for n in lengths], BLOCKWISE: [[1.0 * n] for n in lengths],
+                    LSTM: [[4.0 * n] for n in lengths]},
+        'memory_bytes': {PLAIN: [n**2 for n in lengths], BLOCKWISE: [100 * n for n in lengths],
+                         LSTM: [300 * n for n in lengths]},
+        'temporary_ratio_without_projections': 25.0,
+        'blockwise_differences': {'128': 1e-6},
+    } | changes  # fmt: skip
+    return results | {'crossings': cost_curve.crossings(results)}
+
+
+def test_only_the_whole_measurement_is_judged():
+    whole, part = (
+        [claim.verdict for claim in cost_curve.judge(measured(**changes))]
+        for changes in ({}, {'batch': 1})
+    )
+    assert whole == ['does not hold', 'does not hold', *['holds'] * 4]
+    assert part == ['does not hold', *['not decided'] * 4, 'holds']
+
+
+def test_one_length_with_a_slower_kernel_is_a_condition():
+    results = measured()
+    results['seconds'][BLOCKWISE][0] = [2.2 * 128]
+    claims = cost_curve.judge(results)
+    assert claims[-2].verdict == 'holds under a condition'
+    assert claims[-2].ours.startswith('median ratio of times, blockwise by plain: 1.10 at n = 128')
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(cost_curve, 'QUICK_LENGTHS', (8, 32))
+    flags.FLAGS.mark_as_parsed()
+
+
+def test_a_form_that_does_not_fit_is_skipped_and_said_so(small, tmp_path, monkeypatch, capsys):
+    free = memory_bytes(compile_pass(LSTM, 32, cost_curve.QUICK_BATCH)) - 1
+    monkeypatch.setattr(cost_curve, 'device_memory', lambda: (2**33, free))
+    outcome = cost_curve.measure(experiment.Setting(True, tmp_path, tmp_path))
+    assert f'n = 32, {LSTM}: not run, needs' in capsys.readouterr().out
+    assert outcome.numbers['seconds'][LSTM][1] is None
+    assert len(outcome.numbers['seconds'][PLAIN][1]) == cost_curve.QUICK_ROUNDS
+    ((_, _, rows), *_) = outcome.tables
+    assert rows[1][3] == 'does not fit'
+    assert all(x < 1e-5 for x in outcome.numbers['blockwise_differences'].values())
+    assert figures.png(outcome.figure)
+
+
+@pytest.mark.parametrize('lengths', [['128', 'long'], ['0'], ['-4'], ['1.5'], []])
+@flagsaver.flagsaver
+def test_lengths_are_whole_numbers_of_tokens(small, lengths):
+    with pytest.raises(flags.IllegalFlagValueError, match='lengths are whole numbers of tokens'):
+        flags.FLAGS.seq_lens = lengths
 
 
 @pytest.mark.slow
