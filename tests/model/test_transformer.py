@@ -1,7 +1,6 @@
 """MiniGPT: parameters, operations, number types, layers in a loop, intermediates."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from minigpt_jax.analysis.programs import multiply_adds
 from minigpt_jax.model import kernels
 from minigpt_jax.model.attention import fuse_heads, split_heads
 from minigpt_jax.model.layers import NO_TAP
@@ -110,28 +110,16 @@ def test_tied_embeddings_are_the_output_layer_and_untied_ones_are_not(use_bias):
 # Operations.
 
 
-def equations(jaxpr, times=1):
-    """Every equation in a program and in the programs within, with how often it is run."""
+def equations(jaxpr):
+    """Every equation in a program and in the programs within."""
     for equation in jaxpr.eqns:
-        yield equation, times
-        repeats = equation.params['length'] if equation.primitive.name == 'scan' else 1
+        yield equation
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: hasattr(x, 'eqns')
         ):
             inner = getattr(value, 'jaxpr', value)
             if hasattr(inner, 'eqns'):
-                yield from equations(inner, times * repeats)
-
-
-def operations(function, *args):
-    """Two for each multiply-add of all products in a function."""
-    total = 0
-    for equation, times in equations(jax.make_jaxpr(function)(*args).jaxpr):
-        if equation.primitive.name == 'dot_general':
-            (contracted, _), _ = equation.params['dimension_numbers']
-            depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-            total += 2 * times * depth * equation.outvars[0].aval.size
-    return total
+                yield from equations(inner)
 
 
 CHOICES = [
@@ -153,8 +141,8 @@ def test_the_formula_of_operations_counts_every_product(values):
         return nnx.merge(model, params)(tokens_BT).sum()
 
     expected = flops_per_token(model_config(**values), V) * tokens_BT.size
-    assert 3 * operations(loss, params) == expected
-    assert operations(jax.grad(loss), params) == expected
+    assert 3 * 2 * multiply_adds(loss, params) == expected
+    assert 2 * multiply_adds(jax.grad(loss), params) == expected
 
 
 def test_the_number_of_heads_is_not_in_the_operations_but_in_the_scores():
@@ -185,7 +173,7 @@ def test_bfloat16_is_for_the_operands_of_products_alone(monkeypatch):
     batch = {'tokens_BT1': jax.ShapeDtypeStruct((2, 9), np.int32)}
     program = jax.make_jaxpr(step)(state, batch)
     dots = 0
-    for equation, _ in equations(program.jaxpr):
+    for equation in equations(program.jaxpr):
         types = [x.aval.dtype.name for x in (*equation.invars, *equation.outvars)]
         if equation.primitive.name == 'dot_general':
             dots += 1
@@ -271,7 +259,7 @@ def test_remat_changes_no_numbers_and_computes_twice(values):
     models = [build(num_layers=2, remat=remat, **values)[0] for remat in (False, True)]
     params = build(num_layers=2, **values)[1]
     assert_close(*(loss_and_gradient(model, params) for model in models))
-    once, twice = (operations(functools.partial(loss_and_gradient, m), params) for m in models)
+    once, twice = (multiply_adds(functools.partial(loss_and_gradient, m), params) for m in models)
     assert twice > 1.2 * once
     # And the compiler does not undo it.
     compiled = [loss_and_gradient.lower(model, params).compile().as_text() for model in models]
