@@ -27,7 +27,7 @@ from minigpt_jax.report.statistics import (
     paired_differences,
     seed_noise_test,
 )
-from minigpt_jax.report.tables import read_results_csv
+from minigpt_jax.report.tables import difference_text, read_results_csv
 from minigpt_jax.training import sweep
 from minigpt_jax.training.config import RunError
 
@@ -73,11 +73,12 @@ def title_of(name, row):
 
 
 def losses(by_heads):
-    """{heads: {seed: loss}} of a series, of the runs that did not diverge."""
-    return {
+    """{heads: {seed: loss}} of a series, of the runs that did not diverge, where there are any."""
+    found = {
         heads: {r['seed']: r['val_loss'] for r in rows if r['status'] == 'ok'}
         for heads, rows in by_heads.items()
     }
+    return {heads: values for heads, values in found.items() if values}
 
 
 def tabulate(series):
@@ -91,14 +92,14 @@ def tabulate(series):
                 [
                     title,
                     heads,
-                    interval(values[heads].values()),
-                    'best'
-                    if compared is None
-                    else f'{compared.difference:+.3f} ± {compared.half_width:.3f}',
+                    interval(values[heads].values()) if heads in values else 'diverged',
+                    '–' if heads not in values
+                    else 'best' if compared is None
+                    else difference_text(compared, 3),
                     f'{mean_interval([r["step_ms"] for r in runs])[0]:.1f}',
                     f'{runs[0]["peak_memory_mb"]:.1f}',
                 ]
-            )
+            )  # fmt: skip
     headers = ['series', 'heads', 'val loss', 'vs best', 'step ms', 'memory MB']
     return f'Validation loss in nats a token, {len(SEEDS[1])} seeds', headers, rows
 

@@ -185,13 +185,25 @@ def _identity(file, quick):
 def code_hash(file):
     """A digest of the script, its configurations and the package but for reports.
 
-    That is all that it may compute with.
+    That is all that it may compute with. Comments, docstrings and layout do not count: a sentence
+    that was put right makes no measurement old.
     """
     package = pathlib.Path(__file__).parent
     rooms = ('model', 'data', 'training', 'inference', 'analysis')
     sources = [file, *sorted(configurations(file, package.parent / 'configs'))]
     sources += sorted(p for room in rooms for p in (package / room).rglob('*.py'))
-    return hashlib.sha256(b'\0'.join(path.read_bytes() for path in sources)).hexdigest()
+    return hashlib.sha256('\0'.join(map(_code, sources)).encode()).hexdigest()
+
+
+def _code(file):
+    """What Python understands of a file, without docstrings, as text."""
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def configurations(file, directory):

@@ -43,8 +43,11 @@ def test_is_read_again_only_if_it_is_of_the_same_code_and_size(script, tmp_path)
     (tmp_path / 'falling.png').rename(tmp_path / 'away.png')
     assert experiment.read(script, tmp_path, quick=False) is None
     (tmp_path / 'away.png').rename(tmp_path / 'falling.png')
-    script.write_text('"""Does it rise?"""\n')
+    script.write_text('"""Does it rise?"""\n\n\ndef f():\n    """No."""  # at all\n')
     assert experiment.read(script, tmp_path, quick=False) is None
+    record = experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=False)
+    script.write_text('"""It does."""\ndef f():\n    """Yes."""\n')
+    assert experiment.read(script, tmp_path, quick=False) == record
 
 
 def test_the_digest_is_of_the_code_that_computes():
@@ -70,7 +73,7 @@ def test_runs_of_other_code_or_size_are_kept_apart(script, tmp_path):
 
     for quick in (False, True, False):
         experiment.run(script, measure, tmp_path, quick=quick)
-    script.write_text('"""Does it rise?"""\n')
+    script.write_text('rises = True\n')
     experiment.run(script, measure, tmp_path, quick=False)
     assert [quick for quick, _ in seen] == [False, True, False, False]
     workdirs = [workdir for _, workdir in seen]
