@@ -4,8 +4,8 @@
 
 Reads what the other experiments left in DIR where it is of this very code and runs the others, so
 that a second call takes seconds. Prints one table: who claims what, the figure there and the one
-here, a verdict, and how old it is. About two hours on two cores; --quick, which shows that all of
-it runs and finds nothing, takes minutes.
+here, a verdict, and how old it is; claims.md has it for a page. About two hours on two cores;
+--quick, which shows that all of it runs and finds nothing, takes minutes.
 """
 
 import datetime
@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 from minigpt_jax import experiment
 from minigpt_jax.report.figures import styled
+from minigpt_jax.report.markup import literal
+from minigpt_jax.report.tables import markdown_table, write_atomically
 
 HERE = pathlib.Path(__file__).parent
 # In the order of the articles.
@@ -73,12 +75,20 @@ def measure(setting):
         claims.append(claim)
         rows.append([*_cells(claim), '', '', ''])
     headers = ['source', 'claim', 'there', 'here', 'verdict', 'experiment', 'age', 'commit']
+    write_atomically(setting.out / 'claims.md', as_markdown(headers, rows))
     return experiment.Outcome(
         tables=[('Every claim', headers, rows)],
         numbers={'claims': numbers},
         claims=[],
         figure=draw(claims),
     )
+
+
+def as_markdown(headers, rows):
+    """The table for a page, without ages, which the page does not keep."""
+    shown = [headers.index(name) for name in headers if name != 'age']
+    cells = [[literal(row[i]) for i in shown] for row in rows]
+    return markdown_table([headers[i] for i in shown], cells, text_columns=len(shown)) + '\n'
 
 
 def _cells(claim):

@@ -21,6 +21,9 @@ def test_claims_are_those_of_the_experiments_and_what_is_open(setting):
     assert len(rows) == len(record['claims']) + len(claims.OPEN)
     assert {row[headers.index('verdict')] for row in rows} == {'holds', 'open'}
     assert {row[headers.index('experiment')] for row in rows} == {'worked_example', ''}
+    page = (setting.out / 'claims.md').read_text().splitlines()
+    assert len(page) == 2 + len(rows)
+    assert all(line.count('|') == len(headers) for line in page)  # without the age
 
 
 def test_what_is_there_is_read_and_not_measured_again(setting, monkeypatch):
