@@ -65,8 +65,9 @@ class Setting:
     Attributes:
       quick: much smaller: whether it runs, not what it finds.
       out: where the files of experiments are.
-      workdir: a directory for trained runs, of this code alone, so that what is found there may be
-        continued; it need not exist.
+      workdir: a directory for trained runs of this package alone, so that what is found there may
+        be continued; it need not exist. It outlives changes of the script: a sweep refuses runs of
+        another configuration.
     """
 
     quick: bool
@@ -115,7 +116,7 @@ def run(file, measure, directory, *, quick):
     started = time.monotonic()
     identity = _identity(file, quick)
     size = '-quick' if quick else ''
-    workdir = directory / f'{file.stem}{size}-{identity["code_sha256"][:8]}'
+    workdir = directory / f'{file.stem}{size}-{_digest(_package())[:8]}'
     outcome = measure(Setting(quick, directory, workdir))
     record = {
         **identity,
@@ -188,11 +189,18 @@ def code_hash(file):
     That is all that it may compute with. Comments, docstrings and layout do not count: a sentence
     that was put right makes no measurement old.
     """
+    configs = pathlib.Path(__file__).parent.parent / 'configs'
+    return _digest([file, *sorted(configurations(file, configs)), *_package()])
+
+
+def _package():
     package = pathlib.Path(__file__).parent
     rooms = ('model', 'data', 'training', 'inference', 'analysis')
-    sources = [file, *sorted(configurations(file, package.parent / 'configs'))]
-    sources += sorted(p for room in rooms for p in (package / room).rglob('*.py'))
-    return hashlib.sha256('\0'.join(map(_code, sources)).encode()).hexdigest()
+    return sorted(path for room in rooms for path in (package / room).rglob('*.py'))
+
+
+def _digest(files):
+    return hashlib.sha256('\0'.join(map(_code, files)).encode()).hexdigest()
 
 
 def _code(file):
