@@ -199,9 +199,11 @@ def judge(first, by_distance, products, lengths):
             f'{ratio:.2f} ± {ratio_half:.2f} of that for the near half: distance does not matter; '
             f'length does, with n to the power {power:.2f} ± {power_half:.2f}, while all weights '
             'are alike',
-            verdict='holds under a condition' if abs(ratio - 1) < 0.1 else 'does not hold',
+            verdict='holds under a condition' if abs(ratio - 1) + ratio_half < 0.1
+            else 'not decided' if abs(ratio - 1) < ratio_half
+            else 'does not hold',
         ),
-    ]
+    ]  # fmt: skip
 
 
 @styled

@@ -8,7 +8,8 @@ article adds that it falls gently with the distance.
 
 Expected: it falls at first, and by and large. It cannot fall always: the sum has fast cosines in
 it, which rise again after half a turn. Defined it is for any position, but in float32 the sines of
-large positions are less exact, as the angle has only 24 bits.
+large positions are less exact, as the angle has only 24 bits. Whether a model that was trained on
+short texts reads longer ones is asked in `positions_training`.
 
 The setting: 64 positions of 128 dimensions, and the article's claim also at widths of 64 and 512.
 """
@@ -157,13 +158,6 @@ def judge(facts):
             ours=f'defined anywhere, with inner products of the same distances; in float32 an '
             f'entry at position {STARTS[-1]:,} is off by up to {last[2]:.3f}',
             verdict='holds under a condition' if last[2] > 1e-3 else 'holds',
-        ),
-        experiment.Claim(
-            source='B5',
-            text='A model that was trained on short texts can read longer ones by it',
-            theirs='',
-            ours='not measured here: that the encoding is defined does not decide it',
-            verdict='open',
         ),
     ]
 
