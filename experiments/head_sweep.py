@@ -1,6 +1,6 @@
 """How many heads, at which width, context and learning rate, and what do they cost?
 
-    python -m experiments.head_sweep [--quick]      87 runs; --quick: 6
+    python -m experiments.head_sweep [--quick]      87 runs, 25 minutes on two cores; --quick: 6 runs
 
 The article says that at a fixed width more heads help, then stop helping, then hurt, and that they
 cost memory; it measures none of it. Here are the sweeps of configs/heads_sweep.py along more axes,
@@ -11,6 +11,8 @@ three seeds each, differences paired by seed:
 - width: head counts at a width of 64;
 - context: at half and double the context length;
 - d_head: heads of a fixed size, so that the width grows with them.
+
+Each of the four sweeps leaves a report below DIR/head_sweep-…, with a sample of every head count.
 
 Expected: at this size and after so few steps one head is as good as any, whatever the rate; every
 doubling of the heads adds the same again to the memory that scores take, B·h·T² numbers a layer.
