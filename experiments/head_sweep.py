@@ -1,6 +1,6 @@
 """How many heads, at which width, context and learning rate, and what do they cost?
 
-    python -m experiments.head_sweep [--quick]      87 runs, 25 minutes on two cores; --quick: 6 runs
+    python -m experiments.head_sweep [--quick]      87 runs, 25 minutes on two cores; --quick: 6
 
 The article says that at a fixed width more heads help, then stop helping, then hurt, and that they
 cost memory; it measures none of it. Here are the sweeps of configs/heads_sweep.py along more axes,
@@ -152,32 +152,51 @@ def judge(series):
     return claims
 
 
+PANELS = {
+    'Learning rate (width 128, context 64)': 'learning_rate',
+    'Width (and d_head 16)': 'd_',
+    'Context length': 'context_length',
+}
+BASE = 'learning_rate 0.004'  # with a width of 128 and a context of 64: in every panel
+
+
 @styled
 def draw(series):
-    figure = Figure(figsize=(10, 4))
-    plots = figure.subplots(1, 2)
-    for (title, by_heads), colour, marker in zip(series.items(), PALETTE, MARKERS, strict=False):
-        values = losses(by_heads)
-        heads = list(values)
-        plots[0].errorbar(
-            heads,
-            [mean_interval(values[h].values())[0] for h in heads],
-            [mean_interval(values[h].values())[1] or 0 for h in heads],
-            color=colour, marker=marker, capsize=3, label=title,
-        )  # fmt: skip
-        plots[1].plot(
-            heads,
-            [by_heads[h][0]['peak_memory_mb'] for h in heads],
-            color=colour, marker=marker,
-        )  # fmt: skip
-    for plot in plots:
+    """A panel of losses for each further axis, the base sweep in all of them; and memory."""
+    figure = Figure(figsize=(10, 7))
+    plots = figure.subplots(2, 2)
+    styles = dict(zip(series, zip(PALETTE, MARKERS, strict=False), strict=False))
+    for plot, (title, start) in zip(plots.flat, PANELS.items(), strict=False):
+        shown = [name for name in series if name == BASE or name.startswith(start)]
+        for place, name in enumerate(shown):
+            values = losses(series[name])
+            intervals = [mean_interval(own.values()) for own in values.values()]
+            apart = 2 ** (0.06 * (place - (len(shown) - 1) / 2))  # bars beside each other
+            plot.errorbar(
+                [apart * heads for heads in values],
+                [mean for mean, _ in intervals],
+                [half or 0 for _, half in intervals],
+                color=styles[name][0], marker=styles[name][1], capsize=3,
+            )  # fmt: skip
+        plot.set_title(title)
+        plot.set_ylabel('validation loss (nats a token)')
+    memory = plots[1, 1]
+    for name, by_heads in series.items():
+        values = [rows[0]['peak_memory_mb'] for rows in by_heads.values()]
+        memory.plot(list(by_heads), values, color=styles[name][0], marker=styles[name][1],
+                    label=f'{name} (width 128, context 64)' if name == BASE else name)  # fmt: skip
+    memory.set_title('Memory of a train step')
+    memory.set_ylabel("MB (compiler's figure)")
+    memory.set_ylim(bottom=0)
+    counts = sorted({heads for by_heads in series.values() for heads in by_heads})
+    limits = [plot.get_ylim() for plot in plots.flat[:3]]
+    for plot in plots.flat:
         plot.set_xscale('log', base=2)
-        counts = sorted({heads for by_heads in series.values() for heads in by_heads})
-        plot.set_xticks(counts, [str(x) for x in counts])
+        plot.set_xticks(counts, [f'{x}' for x in counts])
         plot.set_xlabel('heads')
-    plots[0].set_title('Validation loss, nats per token (mean, 95 % interval of three seeds)')
-    plots[1].set_title('Memory of a train step, MB')
-    figure.legend(loc='outside right center')
+    for plot in plots.flat[:3]:
+        plot.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    figure.legend(*memory.get_legend_handles_labels(), loc='outside lower center', ncols=4)
     return figure
 
 
