@@ -149,6 +149,7 @@ def measure(setting):
         },
         claims=judge(counts, share(gated), norms, difference, largest),
         figure=draw(counts, norms),
+        whole=True,
     )
 
 

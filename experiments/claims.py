@@ -8,6 +8,7 @@ here, a verdict, and how old it is; claims.md has it for a page. About two hours
 --quick, which shows that all of it runs and finds nothing, takes minutes.
 """
 
+import dataclasses
 import datetime
 import importlib
 import pathlib
@@ -74,10 +75,14 @@ def measure(setting):
     for claim in OPEN:
         claims.append(claim)
         rows.append([*_cells(claim), '', '', ''])
+        numbers.append({**dataclasses.asdict(claim), 'experiment': None, 'finished': None})
     headers = ['source', 'claim', 'there', 'here', 'verdict', 'experiment', 'age', 'commit']
-    write_atomically(setting.out / 'claims.md', as_markdown(headers, rows))
+    name = experiment.file_name(__file__, setting.quick)
+    write_atomically(setting.out / f'{name}.md', as_markdown(headers, rows))
     return experiment.Outcome(
-        tables=[('Every claim', headers, rows)],
+        tables=[
+            (f'Every claim{", smaller than it counts" if setting.quick else ""}', headers, rows)
+        ],
         numbers={'claims': numbers},
         claims=[],
         figure=draw(claims),
@@ -107,10 +112,13 @@ def _age(record):
 def draw(claims):
     """The claims as a list, the colour of each its verdict."""
     texts = [
-        textwrap.wrap(f'{claim.text}: {claim.ours}' if claim.ours else claim.text, 120)
+        textwrap.wrap(f'{claim.text}: {claim.ours}' if claim.ours else claim.text, 116)
         for claim in claims
     ]
-    heights = [len(lines) + 0.7 for lines in texts]
+    heights = [
+        max(len(lines), len(textwrap.wrap(claim.source, 14))) + 0.7
+        for claim, lines in zip(claims, texts, strict=True)
+    ]
     figure = Figure(figsize=(11, 0.17 * sum(heights) + 0.5))
     plot = figure.subplots()
     plot.set_axis_off()
@@ -118,9 +126,10 @@ def draw(claims):
     plot.set_ylim(sum(heights), 0)
     top = 0
     for claim, lines, height in zip(claims, texts, heights, strict=True):
-        plot.text(0, top, claim.source, va='top', weight='bold')
-        plot.text(9, top, claim.verdict, va='top', color=COLOURS[claim.verdict], weight='bold')
-        plot.text(27, top, '\n'.join(lines), va='top')
+        source = textwrap.fill(claim.source, 14)
+        plot.text(0, top, source, va='top', weight='bold')
+        plot.text(12, top, claim.verdict, va='top', color=COLOURS[claim.verdict], weight='bold')
+        plot.text(30, top, '\n'.join(lines), va='top')
         top += height
     return figure
 

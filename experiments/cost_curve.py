@@ -189,6 +189,12 @@ def crossing(lengths, growing, other):
     return None
 
 
+def options():
+    """What was asked for by flags."""
+    given = {'seq_lens': _LENGTHS.value and ','.join(_LENGTHS.value), 'batch': _BATCH.value}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def measure(setting):
     lengths = QUICK_LENGTHS if setting.quick else LENGTHS
     if _LENGTHS.value is not None:
@@ -449,4 +455,4 @@ def draw(results):
 
 
 if __name__ == '__main__':
-    experiment.run_command(__file__, measure)
+    experiment.run_command(__file__, measure, options)

@@ -87,6 +87,7 @@ def measure(setting):
         numbers={'encoding': table_TD, **facts},
         claims=judge(facts),
         figure=draw(table_TD, facts),
+        whole=True,
     )
 
 

@@ -95,7 +95,9 @@ def measure(setting):
         (title, ['token', *'1234'], [[t + 1, *map(show, row)] for t, row in enumerate(steps[name])])
         for name, title in TITLES.items()
     ]
-    return experiment.Outcome(tables=tables, numbers=steps, claims=judge(steps), figure=draw(steps))
+    return experiment.Outcome(
+        tables=tables, numbers=steps, claims=judge(steps), figure=draw(steps), whole=True
+    )
 
 
 def show(x):

@@ -10,6 +10,7 @@ import ast
 import concurrent.futures
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import pathlib
@@ -84,16 +85,22 @@ class Outcome:
       numbers: every number of the tables and of the figure, as JSON holds it or as NumPy arrays.
       claims: verdicts.
       figure: the one picture.
+      whole: whether all was measured, so that the verdicts count; None: unless `quick`.
     """
 
     tables: list[tuple[str, list[str], list[list]]]
     numbers: dict[str, Any]
     claims: list[Claim]
     figure: Figure
+    whole: bool | None = None
 
 
-def run_command(file, measure):
-    """Runs the script `file` as a command: see the top of this module."""
+def run_command(file, measure, options=dict):
+    """Runs the script `file` as a command: see the top of this module.
+
+    `options()` are the values of flags of its own, as far as they were given: what is measured with
+    them has files of its own name.
+    """
     out = flags.DEFINE_string('out', 'runs/experiments', 'Directory for the JSON and the figure.')
     quick = flags.DEFINE_bool('quick', False, 'Much smaller: whether it runs, not what it finds.')
 
@@ -102,34 +109,46 @@ def run_command(file, measure):
         cli.use_cpu_devices(cli.cpu_cores())
         directory = cli.directory('out', out.value)
         directory.mkdir(parents=True, exist_ok=True)
-        record = run(pathlib.Path(file), measure, directory, quick=quick.value)
+        record = run(pathlib.Path(file), measure, directory, quick=quick.value, options=options())
         print(describe(record))
-        name = pathlib.Path(file).stem
-        print(f'\nfigure: {directory / name}.png\nnumbers: {directory / name}.json')
+        path = directory / file_name(file, quick.value, options())
+        print(f'\nfigure: {path}.png\nnumbers: {path}.json')
         return 0
 
     cli.run_command(main)
 
 
-def run(file, measure, directory, *, quick):
-    """Measures, writes `NAME.json` and `NAME.png`, and returns the record that the JSON holds."""
+def file_name(file, quick, options=None):
+    """`NAME`, `NAME-quick` or `NAME-batch-1`: what is smaller does not replace the whole."""
+    parts = [f'{name}-{value}' for name, value in (options or {}).items()]
+    return '-'.join([pathlib.Path(file).stem, *(['quick'] if quick else []), *parts])
+
+
+def run(file, measure, directory, *, quick, options=None):
+    """Measures, writes a JSON file and a PNG, and returns the record that the JSON holds."""
     started = time.monotonic()
-    identity = _identity(file, quick)
+    name, identity = file_name(file, quick, options), _identity(file, quick, options)
+    probe = directory / f'.{name}'
+    write_atomically(probe, '')  # before hours of work: a place that cannot be written to
+    probe.unlink()
     size = '-quick' if quick else ''
-    workdir = directory / f'{file.stem}{size}-{_digest(_package())[:8]}'
-    outcome = measure(Setting(quick, directory, workdir))
+    outcome = measure(
+        Setting(quick, directory, directory / f'{file.stem}{size}-{_digest(_package())[:8]}')
+    )
+    whole = outcome.whole if outcome.whole is not None else not quick
+    claims = [dataclasses.asdict(claim) for claim in outcome.claims]
     record = {
         **identity,
         'seconds': round(time.monotonic() - started, 1),
         'finished': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'environment': {'command': shlex.join(['python', *sys.argv])} | describe_machine(),
-        'claims': [dataclasses.asdict(claim) for claim in outcome.claims],
+        'claims': claims if whole else [own | {'verdict': 'not decided'} for own in claims],
         'tables': [list(table) for table in outcome.tables],
         'numbers': outcome.numbers,
     }
     record = json.loads(json.dumps(record, default=_as_json))
-    write_atomically(directory / f'{file.stem}.png', png(outcome.figure))
-    write_json(directory / f'{file.stem}.json', record)  # last: whoever finds it has both
+    write_atomically(directory / f'{name}.png', png(outcome.figure))
+    write_json(directory / f'{name}.json', record)  # last: whoever finds it has both
     return record
 
 
@@ -170,27 +189,40 @@ def interleaved_times(functions, rounds, warm_ups=2):
 
 
 def read(file, directory, *, quick):
-    """The record of an earlier run of the same code, or None."""
+    """The record of an earlier run of the same code, or None; None also for a damaged one."""
+    path = directory / file_name(file, quick)
     try:
-        record = json.loads((directory / f'{file.stem}.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError):
+        record = json.loads(path.with_name(f'{path.name}.json').read_text(encoding='utf-8'))
+        for claim in record['claims']:
+            Claim(**claim)
+        datetime.datetime.fromisoformat(record['finished'])
+        record['environment']['git_commit'], record['environment']['git_clean']
+        picture = path.with_name(f'{path.name}.png').read_bytes()
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    same = isinstance(record, dict) and _identity(file, quick).items() <= record.items()
-    return record if same and (directory / f'{file.stem}.png').exists() else None
+    same = _identity(file, quick).items() <= record.items()
+    return record if same and picture.startswith(b'\x89PNG') else None
 
 
-def _identity(file, quick):
-    return {'experiment': file.stem, 'quick': quick, 'code_sha256': code_hash(file)}
+def _identity(file, quick, options=None):
+    return {
+        'experiment': file.stem,
+        'quick': quick,
+        'options': options or {},
+        'code_sha256': code_hash(file),
+    }
 
 
 def code_hash(file):
-    """A digest of the script, its configurations and the package but for reports.
+    """A digest of the script, its configurations, the package and the statistics of reports.
 
-    That is all that it may compute with. Comments, docstrings and layout do not count: a sentence
-    that was put right makes no measurement old.
+    That is all that it computes with. Comments, docstrings and layout do not count: a sentence that
+    was put right makes no measurement old.
     """
-    configs = pathlib.Path(__file__).parent.parent / 'configs'
-    return _digest([file, *sorted(configurations(file, configs)), *_package()])
+    package = pathlib.Path(__file__).parent
+    own = [file, *sorted(configurations(file, package.parent / 'configs'))]
+    judging = [pathlib.Path(__file__), package / 'report' / 'statistics.py']
+    return _digest([*own, *judging, *_package()])
 
 
 def _package():
@@ -200,12 +232,13 @@ def _package():
 
 
 def _digest(files):
-    return hashlib.sha256('\0'.join(map(_code, files)).encode()).hexdigest()
+    return hashlib.sha256('\0'.join(_code(f.read_bytes()) for f in files).encode()).hexdigest()
 
 
-def _code(file):
+@functools.cache
+def _code(source):
     """What Python understands of a file, without docstrings, as text."""
-    tree = ast.parse(file.read_bytes())
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node

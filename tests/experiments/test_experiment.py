@@ -1,5 +1,6 @@
 """What every experiment leaves, and when it is read instead of run."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -85,9 +86,40 @@ def test_runs_of_another_package_or_size_are_kept_apart(script, tmp_path, monkey
 
 def test_a_damaged_record_is_none(script, tmp_path):
     experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=False)
-    for text in ('{"experiment": "fal', '[]', ''):
-        (tmp_path / 'falling.json').write_text(text)
+    path = tmp_path / 'falling.json'
+    good = path.read_text()
+    damaged = ['{"experiment": "fal', '[]', '', '[' * 10**5, good.replace('claims', 'claim')]
+    damaged += [good.replace('"holds"', '"perhaps"'), good.replace('"text"', '"texts"')]
+    damaged += [good.replace('finished', 'ended'), good.replace('environment', 'machine')]
+    for text in damaged:
+        path.write_text(text)
         assert experiment.read(script, tmp_path, quick=False) is None
+    path.write_text(good)
+    assert experiment.read(script, tmp_path, quick=False) is not None
+    (tmp_path / 'falling.png').write_bytes(b'')
+    assert experiment.read(script, tmp_path, quick=False) is None
+
+
+def test_what_is_smaller_is_not_judged_and_replaces_no_whole_result(script, tmp_path):
+    whole = experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=False)
+    quick = experiment.run(script, lambda setting: OUTCOME, tmp_path, quick=True)
+    part = experiment.run(
+        script, lambda setting: OUTCOME, tmp_path, quick=False, options={'batch': 1}
+    )
+    assert experiment.read(script, tmp_path, quick=False) == whole
+    assert experiment.read(script, tmp_path, quick=True) == quick
+    assert json.loads((tmp_path / 'falling-batch-1.json').read_text()) == part
+    verdicts = [record['claims'][0]['verdict'] for record in (whole, quick)]
+    assert verdicts == ['holds', 'not decided']
+    same = dataclasses.replace(OUTCOME, whole=True)
+    record = experiment.run(script, lambda setting: same, tmp_path, quick=True)
+    assert record['claims'][0]['verdict'] == 'holds'
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(script, tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(OSError, match='file'):
+        experiment.run(script, None, tmp_path / 'file', quick=False)
 
 
 def test_a_verdict_is_one_of_the_known():
