@@ -8,8 +8,9 @@ initialisation, as in the original Transformer: clipping and smaller weights do 
 warm-up does.
 
 Expected: val_loss of 2.5 (2 layers) to 2.8 (6) where a run learns; 3.28, what the frequencies of
-characters give, where it does not: Post-LN at the higher rate without warm-up from 4 layers on, and
-with 6 layers even with it. Pre-LN learns at every point.
+characters give, where it does not: Post-LN without warm-up at the higher rate, now and then with 2
+layers and always from 4 on, and mostly with 6 layers at the lower rate; with warm-up only with 6
+layers at the higher rate. Pre-LN learns at every point.
 `python -m experiments.norm_training` judges it, with a map. `:quick`, six runs of two layers in
 under a minute, shows that it runs and finds nothing. Further placements are
 `--config.sweep="(('model.norm_placement', ('sandwich', 'deepnorm', 'none')), …)"`.

@@ -12,23 +12,21 @@ three seeds each, differences paired by seed:
 - context: at half and double the context length;
 - d_head: heads of a fixed size, so that the width grows with them.
 
-Each of the four sweeps leaves a report below DIR/head_sweep-…, with a sample of every head count.
+Each of the four sweeps leaves a report below DIR/head_sweep-…, with a sample of every point.
 
-Expected: at this size and after so few steps one head is as good as any, whatever the rate; every
-doubling of the heads adds the same again to the memory that scores take, B·h·T² numbers a layer.
+Expected: at this size and after so few steps four heads do not help over one, whatever the rate,
+and sixteen hurt or change nothing that three seeds could show; each head adds the same to the
+memory that scores take, B·h·T² numbers a layer.
 """
+
+import itertools
 
 from matplotlib.figure import Figure
 
 from configs import heads_sweep
 from minigpt_jax import experiment
 from minigpt_jax.report.figures import MARKERS, PALETTE, styled
-from minigpt_jax.report.statistics import (
-    best_point,
-    mean_interval,
-    paired_differences,
-    seed_noise_test,
-)
+from minigpt_jax.report.statistics import mean_interval, paired_differences
 from minigpt_jax.report.tables import difference_text, read_results_csv
 from minigpt_jax.training import sweep
 from minigpt_jax.training.config import RunError
@@ -41,7 +39,9 @@ SWEEPS = {
     'd_head': ((('model.num_heads', 'model.d_model'), ((2, 32), (4, 64), (8, 128))), SEEDS),
 }
 QUICK_SWEEPS = {'rate': (('optim.learning_rate', (4e-3,)), ('model.num_heads', (1, 4)), SEEDS)}
-COLUMNS = ('val_loss', 'tokens_per_second', 'step_ms', 'peak_memory_mb', 'num_params')
+COLUMNS = (
+    'val_loss', 'tokens_per_second', 'step_ms', 'peak_memory_mb', 'num_params', 'status', 'sample',
+)  # fmt: skip
 
 
 def measure(setting):
@@ -51,11 +51,18 @@ def measure(setting):
         config.sweep = axes
         if sweep.run(config, setting.workdir / name) != 0:
             raise RunError(f'{setting.workdir / name}: a run failed; its report says why')
-        for row in read_results_csv(setting.workdir / name / 'results.csv'):
+        rows = read_results_csv(setting.workdir / name / 'results.csv')
+        run_dirs = [
+            point.run_dir(setting.workdir / name, seed)
+            for point in sweep.expand(config)
+            for seed in point.seeds
+        ]
+        for row, run_dir in zip(rows, run_dirs, strict=True):
+            row['sample'] = (run_dir / 'samples.txt').read_text() if row['status'] == 'ok' else ''
             title = title_of(name, row)
             series.setdefault(title, {}).setdefault(row['num_heads'], []).append(row)
     return experiment.Outcome(
-        tables=[tabulate(series)],
+        tables=[tabulate(series), tabulate_samples(series)],
         numbers={
             title: {heads: [{'seed': r['seed'], **{c: r[c] for c in COLUMNS}} for r in rows]
                     for heads, rows in by_heads.items()}
@@ -106,6 +113,13 @@ def tabulate(series):
     return f'Validation loss in nats a token, {len(SEEDS[1])} seeds', headers, rows
 
 
+def tabulate_samples(series):
+    """The end of what each head count wrote, first seed, in the first series."""
+    title, by_heads = next(iter(series.items()))
+    rows = [[heads, ' '.join(runs[0]['sample'].split())[-90:]] for heads, runs in by_heads.items()]
+    return f'Generated after training, the end of it ({title}, first seed)', ['heads', 'text'], rows
+
+
 def interval(values):
     mean, half = mean_interval(values)
     return f'{mean:.3f}' if half is None else f'{mean:.3f} ± {half:.3f}'
@@ -115,41 +129,49 @@ def judge(series):
     claims = []
     for title, by_heads in series.items():
         values = losses(by_heads)
-        if title.startswith('d_head') or len(values) < 2:
+        few, some, many = 1, 4, max(values, default=0)
+        if title.startswith('d_head') or not {few, some} < values.keys():
             continue
-        best, noise = best_point(values), seed_noise_test(values)
-        decided = noise is not None and noise.p_value < 0.05
-        most, helps = max(values), best > min(values)
-        claims.append(
-            experiment.Claim(
-                source='A',
-                text=f'At a fixed width more heads help, then stop, then hurt ({title})',
-                theirs='asserted',
-                ours=f'best with {best}: {interval(values[best].values())}; with {min(values)}: '
-                f'{interval(values[min(values)].values())}, with {most}: '
-                f'{interval(values[most].values())}; '
-                + (f'F test p = {noise.p_value:.2g}' if noise else 'too few seeds for a test'),
-                verdict='not decided' if not decided
-                else 'holds' if helps and best < most
-                else 'does not hold',
-            )
-        )  # fmt: skip
-    by_heads = next(iter(series.values()))
-    few, many = min(by_heads), max(by_heads)
+        claims += [
+            judge_difference(f'More heads help at first ({title})', values, few, some),
+            judge_difference(f'Too many heads hurt ({title})', values, many, some),
+        ]
+    return [*claims, judge_memory(next(iter(series.values())))]
+
+
+def judge_difference(text, values, worse, better):
+    """Is the loss with one number of heads above that with another, seed by seed?"""
+    seeds = sorted(values[worse].keys() & values[better].keys())
+    differences = [values[worse][seed] - values[better][seed] for seed in seeds]
+    mean, half = mean_interval(differences)
+    decided = half is not None and abs(mean) > half
+    shown = f'{mean:+.3f}' if half is None else f'{mean:+.3f} ± {half:.3f}'
+    return experiment.Claim(
+        source='A',
+        text=text,
+        theirs='asserted',
+        ours=f'loss with {worse} − with {better}: {shown} nats a token, paired by {len(seeds)} '
+        f'seeds; {interval(values[worse].values())} and {interval(values[better].values())}',
+        verdict='not decided' if not decided else 'holds' if mean > 0 else 'does not hold',
+    )
+
+
+def judge_memory(by_heads):
+    """The memory of the scores is B·h·T² numbers: it grows with every head."""
     memory = {heads: rows[0]['peak_memory_mb'] for heads, rows in by_heads.items()}
     step = {h: mean_interval([r['step_ms'] for r in rows])[0] for h, rows in by_heads.items()}
+    few, many = min(by_heads), max(by_heads)
+    listed = list(memory.values())
+    grows = all(after > before for before, after in itertools.pairwise(listed))
     per_head = (memory[many] - memory[few]) / (many - few)
-    claims.append(
-        experiment.Claim(
-            source='A',
-            text='More heads cost memory, though the multiply-adds stay',
-            theirs='scores are B·h·T², multiply-adds 2T²C',
-            ours=f'{memory[few]:.1f} MB with {few}, {memory[many]:.1f} with {many}: '
-            f'{per_head:.2f} MB a head; {step[few]:.1f} ms a step, then {step[many]:.1f}',
-            verdict='holds' if memory[many] > memory[few] else 'does not hold',
-        )
+    return experiment.Claim(
+        source='A',
+        text='More heads cost memory, and training time',
+        theirs='scores are B·h·T² numbers',
+        ours=f'{memory[few]:.1f} MB with {few}, {memory[many]:.1f} with {many}: {per_head:.2f} MB '
+        f'a head; {step[few]:.1f} ms a step, then {step[many]:.1f}',
+        verdict='holds' if grows and per_head > 0.01 else 'does not hold',
     )
-    return claims
 
 
 PANELS = {

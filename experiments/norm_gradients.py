@@ -215,15 +215,17 @@ def theirs(name):
 
 def judge_order(post, pre, whole):
     wins = {L: (post[L][:, None] > pre[L]).mean() for L in post}
-    clear = [L for L, share in wins.items() if share >= 0.95]
+    differences = {L: mean_interval(post[L] - pre[L]) for L in post}
+    clear = [L for L, (mean, half) in differences.items() if mean - half > 0]
+    by_one_seed = [L for L, share in wins.items() if share >= 0.95]
     ours = (
         'Post-LN − Pre-LN, 95 % interval: '
         + by_depth({L: post[L] - pre[L] for L in post}, interval)
         + '; a seed of Post-LN is above a seed of Pre-LN in '
         + by_depth(wins, lambda share: f'{share:.0%}')
     )
-    if clear and len(clear) < len(post):
-        ours += f'; so one seed of each can tell it from L = {min(clear)} on'
+    if by_one_seed and len(by_one_seed) < len(post):
+        ours += f'; so one seed of each can tell it from L = {min(by_one_seed)} on'
     ours += (
         f'. That is of queries, keys and values; of a whole block at L = {max(post)} the ratio is '
         f'{spread(whole["Post-LN"])} with Post-LN and {spread(whole["Pre-LN"])} with Pre-LN'
@@ -257,17 +259,16 @@ def judge_pre(pre, feed_forward):
     mean, half = mean_interval(pre[max(pre)] - pre[min(pre)])
     other, other_half = mean_interval(feed_forward[max(pre)] - feed_forward[min(pre)])
     holds = 'holds under a condition' if other + other_half < 0 else 'holds'
+    margin = 0.2 * pre[min(pre)].mean()  # what counts as no change
     return experiment.Claim(
         source='B7',
         text='With Pre-LN the ratio does not change with the depth',
         theirs=theirs('Pre-LN'),
         ours=both_weights(pre, feed_forward),
-        verdict=holds
-        if abs(mean) <= half
-        else 'not decided'
-        if abs(mean) < 0.2
-        else 'does not hold',
-    )
+        verdict=holds if abs(mean) + half < margin
+        else 'does not hold' if abs(mean) - half > margin
+        else 'not decided',
+    )  # fmt: skip
 
 
 def both_weights(qkv, feed_forward):

@@ -20,6 +20,12 @@ def test_operations_are_equal_at_twice_the_width():
     assert cost_curve.multiply_adds(PLAIN, d) == 0.75 * cost_curve.multiply_adds(LSTM, d)
 
 
+@pytest.mark.parametrize('form', cost_curve.FORMS)
+def test_the_formulas_are_what_the_programs_do(form):
+    for n in (7, 128, 512):
+        assert cost_curve.counted_multiply_adds(form, n) == cost_curve.multiply_adds(form, n)
+
+
 def test_the_parameters_are_those_of_the_formulas():
     d = cost_curve.WIDTH
     for form, matrices in ((PLAIN, 4), (BLOCKWISE, 4), (LSTM, 8)):
@@ -36,6 +42,20 @@ def test_a_crossing_lies_on_the_line_between_two_lengths():
     plain, _, lstm = zip(*memory, strict=True)
     theirs = cost_curve.crossing(list(cost_curve.THEIRS), plain, lstm)
     assert theirs == pytest.approx(268, abs=3)
+
+
+@pytest.mark.parametrize(
+    ('plain', 'lstm', 'text'),
+    [
+        ([1, 4], [2, 2], 'from n = 256 on'),
+        ([1, 1], [2, 2], 'at no length'),
+        ([3, 3], [2, 2], 'at every length'),
+        ([4, 1], [2, 2], 'at some'),
+    ],
+)
+def test_where_one_costs_more_than_the_other(plain, lstm, text):
+    assert cost_curve.place([128, 512], plain, lstm) == text
+    assert cost_curve.place([], [], []) == 'at no length at which both ran'
 
 
 def test_plain_and_blockwise_layers_compute_the_same():
@@ -98,7 +118,14 @@ def test_a_form_that_does_not_fit_is_skipped_and_said_so(small, tmp_path, monkey
     assert figures.png(outcome.figure)
 
 
-@pytest.mark.parametrize('lengths', [['128', 'long'], ['0'], ['-4'], ['1.5'], []])
+def test_where_nothing_fits_memory_is_still_shown(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(cost_curve, 'device_memory', lambda: (2**33, 0))
+    outcome = cost_curve.measure(experiment.Setting(True, tmp_path, tmp_path))
+    assert outcome.tables[2][2][1] == ['time', 'at no length at which both ran']
+    assert figures.png(outcome.figure)
+
+
+@pytest.mark.parametrize('lengths', [['128', 'long'], ['0'], ['-4'], ['1.5'], [], ['1000000000']])
 @flagsaver.flagsaver
 def test_lengths_are_whole_numbers_of_tokens(small, lengths):
     with pytest.raises(flags.IllegalFlagValueError, match='lengths are whole numbers of tokens'):

@@ -43,12 +43,22 @@ def test_verdicts_tell_who_needs_warm_up():
     losses = {point: np.array([2.0, 2.1, 2.2]) for point in POINTS}
     verdicts = [claim.verdict for claim in norm_training.judge(losses, 3.0)]
     assert verdicts == ['does not hold', 'does not hold', 'holds', 'holds', 'holds']
-    losses['post', 6, 0, 1e-2] = np.array([3.0, 3.0, 2.1])
+    losses['post', 6, 0, 1e-2] = np.array([3.0, 3.0, 2.9])
     losses['pre', 6, 0, 1e-2] = np.array([2.0, 2.0, 3.1])
     verdicts = [claim.verdict for claim in norm_training.judge(losses, 3.0)]
     assert verdicts == [
         'does not hold', 'holds under a condition', 'holds', 'holds under a condition', 'holds',
     ]  # fmt: skip
+    losses['post', 6, 0, 1e-2] = np.array([3.0, 3.0, 2.1])  # gains of 1.0, 0.9 and -0.1
+    assert norm_training.judge(losses, 3.0)[1].verdict == 'not decided'
+
+
+def test_losses_that_scatter_decide_nothing_of_the_better_placement():
+    losses = {point: np.array([2.0, 2.1, 2.2]) for point in POINTS}
+    for point in POINTS:
+        if point[0] == 'post':
+            losses[point] = np.array([2.8, 2.0, 2.4])
+    assert norm_training.judge(losses, 3.0)[-1].verdict == 'not decided'
 
 
 def test_a_map_of_runs_that_all_failed_is_drawn():
