@@ -4,7 +4,6 @@ In a panel are the first two axes. The third gives the columns of panels, what f
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes as Plot
@@ -16,6 +15,7 @@ from minigpt_jax.report.tables import Axes, Point
 
 _INSIDE = 2  # how many axes a panel holds
 _WIDEST = 24  # inches
+_MOST_SERIES = 12
 _FLIPS = 0.55  # of the colour scale: behind it text is white
 
 
@@ -29,26 +29,34 @@ def loss_map(
     distance from the best, so that one point far off does not bleach the others.
     """
     columns, rows, panels = _panels(points)
-    across, down = _labels(points, 0), _labels(points, 1)
-    cell = np.array([0.3 + 0.07 * max(5, *map(len, across)), 0.42])
+    across, down = _values(points, 0), _values(points, 1)
+    labels = [[figures.shorten(text) for text in values.values()] for values in (across, down)]
+    cell = np.array([0.3 + 0.07 * max(5, *map(len, labels[0])), 0.42])
     panel = np.maximum(cell * (len(across), len(down)), (1.9, 1.2))
     size = panel * (len(columns), len(rows)) + (2.2, 1.2)
-    figure = Figure(figsize=np.minimum(size, _WIDEST))
+    size = np.clip(size, (0, 3.4), _WIDEST)  # of height as the label of the colours takes
+    figure = Figure(figsize=size)
     plots = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey=True)
     means = [mean for point in points if (mean := point.mean(metric)) is not None]
     low, high = min(means), min(max(means), min(means) + 3 * (np.median(means) - min(means)))
     high = high if high > low else max(means)
     decimals = min(3, tables.loss_decimals(points, metric))
+    drawn_cell = (size - (2.2, 1.2)) / (len(columns) * len(across), len(rows) * len(down))
+    legible = drawn_cell[0] > 0.35 and drawn_cell[1] > 0.2
     for key, members in panels.items():
         plot = plots[rows.index(key[1]), columns.index(key[0])]
-        image = _draw_map(plot, members, across, down, metric, (low, high))
-        if size.max() <= _WIDEST:
-            _write_cells(plot, members, across, down, metric, (low, high), decimals)
+        places = [
+            (list(down).index(point.values[1]), list(across).index(point.values[0]))
+            for point in members
+        ]
+        image = _draw_map(plot, members, places, (len(down), len(across)), metric, (low, high))
+        if legible:
+            _write_cells(plot, members, places, metric, (low, high), decimals)
     for plot in plots[-1]:
-        plot.set_xticks(range(len(across)), across)
+        plot.set_xticks(range(len(across)), labels[0], rotation=0 if drawn_cell[0] > 0.3 else 90)
         plot.set_xlabel(tables.axis_name(axes, 0))
     for plot in plots[:, 0]:
-        plot.set_yticks(range(len(down)), down)
+        plot.set_yticks(range(len(down)), labels[1])
         plot.set_ylabel(tables.axis_name(axes, 1))
     _name_panels(plots, axes, columns, rows)
     figure.colorbar(
@@ -60,20 +68,19 @@ def loss_map(
     return figure
 
 
-def _draw_map(plot: Plot, members, across, down, metric, limits):
-    loss_RC = np.full((len(down), len(across)), np.nan)
-    for point in members:
+def _draw_map(plot: Plot, members, places, shape, metric, limits):
+    loss_RC = np.full(shape, np.nan)
+    for point, place in zip(members, places, strict=True):
         mean = point.mean(metric)
-        loss_RC[_cell(point, across, down)] = np.nan if mean is None else mean
+        loss_RC[place] = np.nan if mean is None else mean
     plot.set_facecolor('#DDDDDD')  # where no run ended well
     plot.grid(False)
     return plot.imshow(loss_RC, cmap='Oranges', vmin=limits[0], vmax=limits[1], aspect='auto')
 
 
-def _write_cells(plot: Plot, members, across, down, metric, limits, decimals):
+def _write_cells(plot: Plot, members, places, metric, limits, decimals):
     low, high = limits
-    for point in members:
-        row, column = _cell(point, across, down)
+    for point, (row, column) in zip(members, places, strict=True):
         mean = point.mean(metric)
         lost = [r['status'] for r in point.rows if r['status'] != 'ok']
         lines = [] if mean is None else [f'{mean:.{decimals}f}']
@@ -99,60 +106,63 @@ def curve_panels(
     Thin lines are runs, thick ones their mean.
     """
     columns, rows, panels = _panels(points)
-    inside = list(dict.fromkeys(_label(point, 0, _INSIDE) for point in points))
+    inside = list(dict.fromkeys(point.values[:_INSIDE] for point in points))
     colours = dict(zip(inside, figures.series_colours(len(inside)), strict=True))
     figure = Figure(figsize=(min(_WIDEST, 2 + 3 * len(columns)), min(_WIDEST, 1 + 2.3 * len(rows))))
     plots = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey=True)
     for key, members in panels.items():
         plot = plots[rows.index(key[1]), columns.index(key[0])]
         for point in members:
-            colour = colours[_label(point, 0, _INSIDE)]
-            figures.plot_curves(plot, point, curves, 'val_loss', colour)
+            figures.plot_curves(plot, point, curves, 'val_loss', colours[point.values[:_INSIDE]])
     figures.cut_the_start(plots[0, 0], points, curves, ('val_loss',))
     for plot in plots[-1]:
         plot.set_xlabel('step')
     for plot in plots[:, 0]:
         plot.set_ylabel(f'val loss ({unit})')
     _name_panels(plots, axes, columns, rows)
-    for label, colour in colours.items():
+    for values, colour in colours.items():
+        label = ', '.join(figures.shorten(_text(own)) for own in values)
         plots[0, 0].plot([], [], color=colour, linewidth=1.4, label=label)
-    figures.legend_below(figure, plots[0, 0], _names(axes, 0, _INSIDE))
+    title = ', '.join(tables.axis_name(axes, i) for i in range(_INSIDE))
+    figures.legend_below(figure, plots[0, 0], title)
     return figure
 
 
+def fits_panels(points: Sequence[Point]) -> bool:
+    """Whether the curves within a panel are few enough to be told apart by a legend."""
+    return len({point.values[:_INSIDE] for point in points}) <= _MOST_SERIES
+
+
 def _panels(points):
-    """(values of the columns, values of the rows, {(column, row): points}), values as text."""
-    panels: dict[tuple[str, str], list[Point]] = {}
+    """(values of the columns, values of the rows, {(column, row): points})."""
+    panels: dict[tuple, list[Point]] = {}
     for point in points:
-        key = _label(point, _INSIDE, _INSIDE + 1), _label(point, _INSIDE + 1, None)
-        panels.setdefault(key, []).append(point)
+        third = point.values[_INSIDE : _INSIDE + 1]
+        panels.setdefault((third, point.values[_INSIDE + 1 :]), []).append(point)
     columns, rows = (list(dict.fromkeys(key[i] for key in panels)) for i in (0, 1))
     return columns, rows, panels
 
 
-def _name_panels(plots, axes, columns: Sequence[str], rows: Sequence[str]) -> None:
+def _name_panels(plots, axes, columns, rows) -> None:
     """What the further axes are stands above the columns and before the label of the rows."""
-    third, further = _names(axes, _INSIDE, _INSIDE + 1), _names(axes, _INSIDE + 1, None)
-    if third:
-        for plot, column in zip(plots[0], columns, strict=True):
-            plot.set_title(f'{third} {column}', fontsize=8)
-    if further:
-        for plot, row in zip(plots[:, 0], rows, strict=True):
-            plot.set_ylabel(f'{further} {row}\n{plot.get_ylabel()}')
+    for plot, values in zip(plots[0], columns, strict=True):
+        plot.set_title(', '.join(_named(axes, _INSIDE, values)), fontsize=8)
+    for plot, values in zip(plots[:, 0], rows, strict=True):
+        plot.set_ylabel('\n'.join([*_named(axes, _INSIDE + 1, values), plot.get_ylabel()]))
 
 
-def _cell(point: Point, across: Sequence[str], down: Sequence[str]) -> tuple[int, int]:
-    return down.index(tables.axis_value(point, 1)), across.index(tables.axis_value(point, 0))
+def _named(axes: Axes, start: int, values) -> list[str]:
+    """`name value` of the axes from `start` on."""
+    return [
+        f'{tables.axis_name(axes, start + i)} {figures.shorten(_text(own))}'
+        for i, own in enumerate(values)
+    ]
 
 
-def _labels(points: Sequence[Point], index: int) -> list[str]:
-    return list(dict.fromkeys(tables.axis_value(point, index) for point in points))
+def _text(values) -> str:
+    return ', '.join(map(tables.value_text, values))
 
 
-def _label(point: Point, start: int, stop: Any) -> str:
-    indices = range(len(point.values))[start:stop]
-    return ', '.join(figures.shorten(tables.axis_value(point, i)) for i in indices)
-
-
-def _names(axes: Axes, start: int, stop: Any) -> str:
-    return ', '.join(tables.axis_name(axes, i) for i in range(len(axes))[start:stop])
+def _values(points: Sequence[Point], index: int) -> dict[tuple, str]:
+    """{value: its text} of an axis, in the order of the sweep."""
+    return {point.values[index]: _text(point.values[index]) for point in points}

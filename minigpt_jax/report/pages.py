@@ -75,7 +75,7 @@ def _draw(sweep: Sweep) -> dict[str, bytes]:
                 sweep.axes, sweep.points, sweep.metric, sweep.unit
             )
     if any(curve for run in sweep.curves.values() for curve in run.values()):
-        if len(sweep.axes) > 2 and crowded:
+        if len(sweep.axes) > 2 and crowded and multiples.fits_panels(sweep.points):
             drawn['figures/curves.png'] = multiples.curve_panels(
                 sweep.axes, sweep.points, sweep.curves, sweep.loss_unit
             )

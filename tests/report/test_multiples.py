@@ -99,6 +99,24 @@ def test_a_large_map_stays_a_picture_of_bearable_size(count):
     assert bool(plot.texts) == (count == 40)
 
 
+def test_many_curves_are_left_to_a_colour_bar():
+    points = [
+        Point(f'p{i}', ((i,), (0,), (0,)), ({'seed': 0, 'status': 'ok', 'val_loss': 1.0},))
+        for i in range(13)
+    ]
+    assert multiples.fits_panels(points[:12])
+    assert not multiples.fits_panels(points)
+
+
+def test_values_that_read_alike_have_cells_of_their_own():
+    points = [
+        Point(f'p{i}', ((heads,), (rate,)), ({'seed': 0, 'status': 'ok', 'val_loss': float(i)},))
+        for i, (heads, rate) in enumerate(itertools.product((1, 2), (1e-3, 1.0000001e-3)))
+    ]
+    (plot,) = panels(multiples.loss_map(AXES[:2], points))
+    np.testing.assert_array_equal(plot.images[0].get_array(), [[0, 2], [1, 3]])
+
+
 def test_curves_stand_in_the_panel_of_their_point_in_the_colour_of_the_first_two_axes():
     points = grid(3)
     curves = {
