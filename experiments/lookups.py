@@ -1,6 +1,6 @@
 """Why one head is not enough, and why 64 heads of one dimension are too many.
 
-    python -m experiments.lookups [--quick]      about 12 minutes on two cores; --quick: one
+    python -m experiments.lookups [--quick]      11 minutes on two cores; --quick: one
 
 A query names m of 16 keys, and the answer is the m values that stand beside them, in order. One
 attention layer of width 64 has to look all of them up at once. A head is one weighted mean over the
