@@ -1,6 +1,6 @@
 """The rules of a decoder: what it may see, what it is given once, and why training is one pass.
 
-    python -m experiments.decoder_rules [--quick]      about a minute on two cores; --quick: half
+    python -m experiments.decoder_rules [--quick]      a minute on two cores; --quick: half
 
 An encoder-decoder reads a source and a target. Held against the model are five rules: a masked
 weight is exactly 0; no output depends on a later token; all layers attend to one memory, the

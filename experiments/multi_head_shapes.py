@@ -1,6 +1,6 @@
 """Multi-head attention by its shapes: what the number of heads changes, and what it leaves alone.
 
-    python -m experiments.multi_head_shapes [--quick]      about 4 minutes on two cores
+    python -m experiments.multi_head_shapes [--quick]      two minutes on two cores
 
 Heads are a way of cutting the width D into h pieces of D/h. Printed are the shapes from q to the
 output; the parameters and multiply-adds at every number of heads; how much slower heads one by

@@ -1,6 +1,6 @@
 """How far apart two tokens are: a step in attention, n steps in an LSTM.
 
-    python -m experiments.path_length [--quick]      about two minutes on two cores; --quick: 15 s
+    python -m experiments.path_length [--quick]      15 seconds on two cores
 
 The last of n outputs depends on the first input: through every cell between them in an LSTM, and
 directly in attention. Measured is the Frobenius norm of ∂y_n/∂x_1, against n, and in one sequence

@@ -1,6 +1,6 @@
 """Why scores are divided by √d_k, and whether a model learns without it.
 
-    python -m experiments.sqrt_dk [--quick]      five minutes on two cores; --quick: half of one
+    python -m experiments.sqrt_dk [--quick]      four minutes on two cores; --quick: half of one
 
 First the article's table: a query and 8 keys with standard normal entries, 20,000 times at each
 d_k, from the article's generator and in its order. Expected: its digits. Their products grow as
