@@ -197,10 +197,10 @@ def judge(losses, shuffled):
         mean, half = paired(far, own)
         claim(
             'B5',
-            'The sinusoidal encoding extends to any length',
+            'A model that was trained on short texts reads longer ones by the sinusoidal encoding',
             'asserted',
-            f'defined there, but the loss at four times the length is {mean:+.3f} ± {half:.3f} '
-            'nats a token from that at the training length',
+            f'the loss at four times the training length is {mean:+.3f} ± {half:.3f} '
+            'nats a token from that at the length itself',
             'does not hold' if mean - half > 0
             else 'holds' if mean + half < 0.05 else 'not decided',
         )  # fmt: skip
