@@ -112,7 +112,7 @@ def _age(record):
 def draw(claims):
     """The claims as a list, the colour of each its verdict."""
     texts = [
-        textwrap.wrap(f'{claim.text}: {claim.ours}' if claim.ours else claim.text, 116)
+        textwrap.wrap(f'{claim.text}: {claim.ours}' if claim.ours else claim.text, 112)
         for claim in claims
     ]
     heights = [
@@ -127,9 +127,12 @@ def draw(claims):
     top = 0
     for claim, lines, height in zip(claims, texts, heights, strict=True):
         source = textwrap.fill(claim.source, 14)
-        plot.text(0, top, source, va='top', weight='bold')
-        plot.text(12, top, claim.verdict, va='top', color=COLOURS[claim.verdict], weight='bold')
-        plot.text(30, top, '\n'.join(lines), va='top')
+        plot.text(0, top, source, va='top', weight='bold', family='DejaVu Sans')
+        plot.text(
+            12, top, claim.verdict, va='top', color=COLOURS[claim.verdict], weight='bold',
+            family='DejaVu Sans',  # the Korean font has no bold, and matplotlib would say so
+        )  # fmt: skip
+        plot.text(33, top, '\n'.join(lines), va='top')
         top += height
     return figure
 
