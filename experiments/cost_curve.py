@@ -4,7 +4,7 @@
 
 Time and memory of one layer's forward and backward pass at n = 128 … 4096 tokens: plain attention,
 which holds all n² scores; blockwise attention, the same function with a block of scores at a time;
-an LSTM. Nearly all of the run time is the LSTM's: its steps are many, and none can start early.
+an LSTM. It takes 11 minutes on two cores, most of them at 4096.
 
 Expected: the memory of plain attention grows with n², that of the others with n, so plain attention
 meets the LSTM's line at some length. Multiply-adds for a token are 4d² + 2nd in attention with its
