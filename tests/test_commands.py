@@ -102,6 +102,7 @@ def test_korean_text_trains_and_samples_in_bytes_and_pieces(korean, tmp_path, to
     assert len(done.stdout.removeprefix(prompt).splitlines()[0]) > 0
 
 
+@pytest.mark.slow
 def test_sample_says_when_the_window_slides_and_follows_its_seed(korean):
     workdir, *_ = korean
     common = ('sample', f'--workdir={workdir}', '--prompt=책', '--temperature=1')

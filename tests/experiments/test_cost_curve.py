@@ -105,6 +105,7 @@ def small(monkeypatch):
     flags.FLAGS.mark_as_parsed()
 
 
+@pytest.mark.slow
 def test_a_form_that_does_not_fit_is_skipped_and_said_so(small, tmp_path, monkeypatch, capsys):
     free = memory_bytes(compile_pass(LSTM, 32, cost_curve.QUICK_BATCH)) - 1
     monkeypatch.setattr(cost_curve, 'device_memory', lambda: (2**33, free))
@@ -118,6 +119,7 @@ def test_a_form_that_does_not_fit_is_skipped_and_said_so(small, tmp_path, monkey
     assert figures.png(outcome.figure)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_memory_is_still_shown(small, tmp_path, monkeypatch):
     monkeypatch.setattr(cost_curve, 'device_memory', lambda: (2**33, 0))
     outcome = cost_curve.measure(experiment.Setting(True, tmp_path, tmp_path))

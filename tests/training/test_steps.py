@@ -310,6 +310,7 @@ PARTS = dict(
 FORM = dict(model__scan_layers=True, model__remat=True)
 
 
+@pytest.mark.slow
 def test_layers_scanned_and_computed_again_train_and_log_the_same():
     """From the same seed, dropout and the norms of single layers included."""
     tokens_KBT1 = batches(4)
@@ -324,8 +325,9 @@ def test_layers_scanned_and_computed_again_train_and_log_the_same():
 
 @pytest.mark.parametrize(
     ('mode', 'dtype'),
-    [('vmap', 'bfloat16'), pytest.param('map', 'float32', marks=pytest.mark.slow)],
+    [('vmap', 'bfloat16'), ('map', 'float32')],
 )
+@pytest.mark.slow
 def test_all_parts_at_once_on_eight_devices_and_over_seeds(mode, dtype):
     values = PARTS | FORM | dict(model__dtype=dtype)
     config, model, init = setting(**values)

@@ -331,6 +331,7 @@ def kill_before_save(monkeypatch, number):
     monkeypatch.setattr(Checkpoints, 'save', save_until_killed)
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_added_to_an_unfinished_point_takes_no_other_back(
     finished, tmp_path, monkeypatch, capsys
 ):
@@ -520,6 +521,7 @@ def test_lines_that_are_damaged_or_gone_are_named(finished, tmp_path):
         assert complaint in row['error']
 
 
+@pytest.mark.slow
 def test_a_rule_may_name_what_only_some_points_have_but_must_name_something(text_file, tmp_path):
     axes = (('model.use_bias', (False, True)),)
     rules = (('.*bias', 'weight_decay', 0.0),)
@@ -658,6 +660,7 @@ def test_files_of_two_runs_are_told_apart_from_damaged_ones(finished, text_file,
         load_run(changed('tokenizer.json', ('tokenizer',), tokenizer))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_devices_is_read_on_one(text_file, tmp_path):
     config = tiny_config(text_file, **{'mesh.data': 8, 'train.steps': 4})
     assert sweep.run(config, tmp_path) == 0

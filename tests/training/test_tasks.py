@@ -139,6 +139,7 @@ def test_a_killed_run_on_buckets_resumes_to_the_same_bits(tmp_path, monkeypatch)
     assert bits(killed) == bits(whole)
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoints_are_averaged(tmp_path):
     sweep.run(pair_config('copy', **SHORT), tmp_path)
     # At steps 2 and 4; the older one alone is read where the newer one is gone.
