@@ -162,6 +162,7 @@ def test_positions_do_not_act_between_the_texts():
         np.testing.assert_allclose(y_BTD, shuffled, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_both_attention_forms_are_the_same_function():
     per_head, params = build(attention_form='per_head', qk_norm=True, use_bias=True)
     as_dict = nnx.to_pure_dict(params)

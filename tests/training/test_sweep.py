@@ -172,6 +172,7 @@ def test_metrics_have_a_line_a_logged_step_and_evaluations_among_them(finished):
     assert not {'seconds', 'tokens_per_second'} & set(lines[0])  # metrics are reproducible
 
 
+@pytest.mark.slow
 def test_the_same_seed_sees_the_same_start_and_batches_at_every_point(
     finished, text_file, tmp_path
 ):
@@ -193,6 +194,7 @@ def test_the_same_seed_sees_the_same_start_and_batches_at_every_point(
     assert len(set(losses[1, 0])) > 1
 
 
+@pytest.mark.slow
 def test_mapped_seeds_leave_the_bits_of_separate_runs(finished, tmp_path):
     workdir, config = finished
     separate = config.copy_and_resolve_references()

@@ -155,6 +155,7 @@ def test_the_newest_checkpoints_are_averaged(tmp_path):
         assert (np.asarray(x) != y).any()
 
 
+@pytest.mark.slow
 def test_evaluation_over_buckets_is_that_over_one_shape(tmp_path):
     sums = []
     for num_buckets in (1, 2):
