@@ -27,7 +27,7 @@ from configs import heads_sweep
 from minigpt_jax import experiment
 from minigpt_jax.report.figures import MARKERS, PALETTE, styled
 from minigpt_jax.report.statistics import mean_interval, paired_differences
-from minigpt_jax.report.tables import difference_text, read_results_csv
+from minigpt_jax.report.tables import difference_text, read_results_csv, with_interval
 from minigpt_jax.training import sweep
 from minigpt_jax.training.config import RunError
 
@@ -121,8 +121,7 @@ def tabulate_samples(series):
 
 
 def interval(values):
-    mean, half = mean_interval(values)
-    return f'{mean:.3f}' if half is None else f'{mean:.3f} ± {half:.3f}'
+    return with_interval(*mean_interval(values), 3)
 
 
 def judge(series):

@@ -28,6 +28,7 @@ from minigpt_jax import experiment
 from minigpt_jax.model.transformer import Vocabulary
 from minigpt_jax.report.figures import MARKERS, PALETTE, styled
 from minigpt_jax.report.statistics import mean_interval
+from minigpt_jax.report.tables import with_interval
 from minigpt_jax.training import steps
 from minigpt_jax.training.config import resolve
 from minigpt_jax.training.loop import seed_mode
@@ -205,8 +206,7 @@ def by_depth(values, show):
 
 
 def interval(values_E):
-    mean, half = mean_interval(values_E)
-    return f'{mean:.2f} ± {half:.2f}'
+    return with_interval(*mean_interval(values_E), 2)
 
 
 def theirs(name):

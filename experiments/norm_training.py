@@ -21,7 +21,7 @@ from minigpt_jax import experiment
 from minigpt_jax.data.batches import load_tokenized
 from minigpt_jax.report.figures import styled
 from minigpt_jax.report.statistics import mean_interval
-from minigpt_jax.report.tables import read_results_csv
+from minigpt_jax.report.tables import read_results_csv, with_interval
 from minigpt_jax.training import sweep
 from minigpt_jax.training.config import RunError
 
@@ -89,8 +89,7 @@ def tabulate(losses, frequencies):
 
 
 def interval(values_E):
-    mean, half = mean_interval(values_E)
-    return f'{mean:.2f}' if half is None else f'{mean:.2f} ± {half:.2f}'
+    return with_interval(*mean_interval(values_E), 2)
 
 
 def judge(losses, frequencies):

@@ -26,6 +26,7 @@ from minigpt_jax import experiment
 from minigpt_jax.model.positions import POSITIONS
 from minigpt_jax.report.figures import MARKERS, PALETTE, styled
 from minigpt_jax.report.statistics import mean_interval
+from minigpt_jax.report.tables import with_interval
 from minigpt_jax.training import steps, sweep
 from minigpt_jax.training.checkpoint import load_run
 from minigpt_jax.training.config import RunError, with_values
@@ -134,8 +135,7 @@ def loss_by_shuffling(config, seed=0):
 
 
 def interval(values):
-    mean, half = mean_interval(values)
-    return f'{mean:.3f} ± {half:.3f}'
+    return with_interval(*mean_interval(values), 3)
 
 
 def tabulate(family, losses):

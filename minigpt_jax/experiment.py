@@ -131,10 +131,8 @@ def run(file, measure, directory, *, quick, options=None):
     probe = directory / f'.{name}'
     write_atomically(probe, '')  # before hours of work: a place that cannot be written to
     probe.unlink()
-    size = '-quick' if quick else ''
-    outcome = measure(
-        Setting(quick, directory, directory / f'{file.stem}{size}-{_digest(_package())[:8]}')
-    )
+    workdir = directory / f'{file_name(file, quick)}-{_digest(_package())[:8]}'
+    outcome = measure(Setting(quick, directory, workdir))
     whole = outcome.whole if outcome.whole is not None else not quick
     claims = [dataclasses.asdict(claim) for claim in outcome.claims]
     record = {
