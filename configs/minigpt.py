@@ -49,6 +49,7 @@ What the parts of the model can be, and where each comes from. (*) marks what th
     optim.name            adamw *       Loshchilov and Hutter 2019
                           adam          Kingma and Ba 2015; decay as an L2 penalty
                           sgd           Polyak 1964 (momentum b1); decay as an L2 penalty
+                          muon          Jordan et al. 2024, for matrices; adamw for the rest
     optim.schedule        cosine *      Loshchilov and Hutter 2017, without restarts
                           linear        to final_learning_rate at the last step
                           constant      after the warm-up
@@ -112,13 +113,13 @@ def get_config(variant=''):
     c.model.scan_layers = False  # layers as a loop: compiles faster, runs slower on a CPU
 
     c.optim = ConfigDict()
-    c.optim.name = 'adamw'  # adamw, adam, sgd
+    c.optim.name = 'adamw'  # adamw, adam, sgd, muon
     c.optim.learning_rate = 2e-3  # peak, reached at the end of the warm-up
     c.optim.schedule = 'cosine'  # cosine, linear, constant, inverse_sqrt
     c.optim.warmup_steps = 100  # steps from a rate of 0 to the peak
     c.optim.final_learning_rate = 2e-4  # at the end; cosine and linear
     c.optim.b1 = 0.9  # sgd: momentum
-    c.optim.b2 = 0.99  # adamw, adam
+    c.optim.b2 = 0.99  # adamw, adam, muon (of what is no matrix)
     c.optim.weight_decay = 0.1  # adamw: apart from the gradient; adam, sgd: an L2 penalty
     c.optim.clip_norm = 1.0  # global gradient norm; 0: off
     # (path pattern, setting, factor): here, no decay of biases and of the scales of norms.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-OPTIMIZERS = ('adamw', 'adam', 'sgd')
+OPTIMIZERS = ('adamw', 'adam', 'sgd', 'muon')
 SCHEDULES = ('cosine', 'linear', 'constant', 'inverse_sqrt')
 RULED = ('weight_decay', 'learning_rate')
 
@@ -46,7 +46,7 @@ def make_schedule(optim, total_steps):
 
 
 def make_optimizer(optim, total_steps):
-    """Adam, AdamW or SGD with momentum, behind clipping by the global norm.
+    """AdamW, Adam, SGD with momentum or Muon, behind clipping by the global norm.
 
     With g the clipped gradient, p the parameter and λ `weight_decay`:
 
@@ -56,6 +56,10 @@ def make_optimizer(optim, total_steps):
       (Kingma and Ba 2015; Loshchilov and Hutter 2019, algorithm 2).
     - sgd: -rate · m with m ← b1 · m + g + λ p: momentum (Polyak 1964), not Nesterov's; no part for
       b2 (Loshchilov and Hutter 2019, algorithm 1).
+    - muon: the matrices of the blocks move by -rate · (0.2 √(max(in, out)) · O + λ p), where O is
+      the matrix next to their Nesterov momentum (0.95) that has no singular value but 1; all else
+      by adamw. The factor gives both the same size of a step, so that one rate serves (Jordan et
+      al. 2024; Liu et al. 2025, section 2.2).
 
     `optim.rules` may multiply the rate and the decay of a parameter (see `rule_factor`). A
     `clip_norm` of 0 switches clipping off.
@@ -74,14 +78,54 @@ def make_optimizer(optim, total_steps):
     add_decay = optax.stateless(lambda updates, params: by_path(decay, updates, params))
     if optim.name == 'sgd':
         direction = optax.trace(decay=optim.b1)
+    elif optim.name == 'muon':
+        direction = _muon_direction(optim)
     else:
         direction = optax.scale_by_adam(b1=optim.b1, b2=optim.b2)
+    decays_apart = optim.name in ('adamw', 'muon')
     return optax.chain(
         optax.clip_by_global_norm(optim.clip_norm) if optim.clip_norm else optax.identity(),
-        *((direction, add_decay) if optim.name == 'adamw' else (add_decay, direction)),
+        *((direction, add_decay) if decays_apart else (add_decay, direction)),
         optax.stateless(lambda updates, params: by_path(scale, updates)),
         optax.scale_by_learning_rate(make_schedule(optim, total_steps)),
     )
+
+
+def _muon_direction(optim):
+    """Muon for matrices and Adam for the rest, without rate and decay."""
+
+    def axes(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: matrix_axes(parameter_name(path), x.ndim), params
+        )
+
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: 'muon' if matrix_axes(parameter_name(path), x.ndim) else 'adam', params
+        )
+
+    muon = optax.contrib.muon(1.0, consistent_rms=0.2, muon_weight_dimension_numbers=axes)
+    # muon descends by itself, and the end of the chain does so once more.
+    return optax.partition(
+        {
+            'muon': optax.chain(muon, optax.scale(-1.0)),
+            'adam': optax.scale_by_adam(b1=optim.b1, b2=optim.b2),
+        },
+        labels,
+    )
+
+
+def matrix_axes(name, num_axes):
+    """Which axes of a parameter are the matrix that Muon takes it for; None if it is not one.
+
+    Kernels of blocks are (in, *out), with an axis of layers before it in `scan_layers`. Those of
+    attention are (in, heads, d_head), or (in, 3, heads, d_head): q, k and v are three matrices.
+    """
+    if not re.search(r'(^|\.)blocks\.', name) or not name.endswith('.kernel'):
+        return None
+    first = 0 if re.search(r'blocks\.\d', name) else 1
+    outputs = range(max(first + 1, num_axes - 2), num_axes)
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=first, output_axis=tuple(outputs))
 
 
 def rule_factor(rules, setting, name):

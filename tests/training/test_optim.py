@@ -1,5 +1,9 @@
 """Schedules against their formulas, optimizers against three steps by hand."""
 
+import functools
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -87,7 +91,10 @@ def by_hand(name, p, g):
     return p
 
 
-@pytest.mark.parametrize('name', optim.OPTIMIZERS)
+ELEMENTWISE = ('adamw', 'adam', 'sgd')
+
+
+@pytest.mark.parametrize('name', ELEMENTWISE)
 def test_optimizers_by_hand(name):
     config = optim_config(
         name=name, learning_rate=RATE, schedule='constant', warmup_steps=0, b1=B1, b2=B2,
@@ -103,5 +110,77 @@ def test_optimizers_by_hand(name):
     expected = by_hand(name, np.float64(start), np.array([0.3, -0.1, 0.02]))
     np.testing.assert_allclose(params['kernel'], expected, rtol=1e-6)
     np.testing.assert_array_equal(params['bias'], 1)  # its rule spares it, in each of them
-    others = [by_hand(n, np.float64(start), np.array([0.3, -0.1, 0.02])) for n in optim.OPTIMIZERS]
+    others = [by_hand(n, np.float64(start), np.array([0.3, -0.1, 0.02])) for n in ELEMENTWISE]
     assert sum(np.allclose(expected, other, rtol=1e-6) for other in others) == 1
+
+
+@pytest.mark.parametrize(
+    ('name', 'shape', 'matrices'),
+    [
+        ('blocks.0.attention.out.kernel', (8, 8), (1, 8, 8)),
+        ('blocks.10.attention.qkv.kernel', (8, 3, 2, 4), (3, 8, 8)),
+        ('decoder.blocks.1.cross_attention.query.kernel', (8, 2, 4), (1, 8, 8)),
+        ('blocks.attention.qkv.kernel', (5, 8, 3, 2, 4), (15, 8, 8)),  # scan_layers
+        ('encoder.blocks.feed_forward.hidden.kernel', (5, 8, 16), (5, 8, 16)),
+        ('blocks.0.attention.heads.0.query.kernel', (8, 4), (1, 8, 4)),
+        ('blocks.0.feed_forward.hidden.bias', (16,), None),
+        ('embed.embedding', (11, 8), None),
+        ('unembed.kernel', (8, 11), None),
+    ],
+)
+def test_muon_takes_the_matrices_of_blocks(name, shape, matrices):
+    axes = optim.matrix_axes(name, len(shape))
+    if matrices is None:
+        assert axes is None
+        return
+    rows, columns = shape[axes.reduction_axis], math.prod(shape[i] for i in axes.output_axis)
+    assert (math.prod(shape) // rows // columns, rows, columns) == matrices
+
+
+def update_of(name, params, grads, **values):
+    config = optim_config(
+        name=name, learning_rate=RATE, schedule='constant', warmup_steps=0, b1=B1, b2=B2,
+        weight_decay=DECAY, clip_norm=0.0, **values,
+    )  # fmt: skip
+    optimizer = optim.make_optimizer(config, TOTAL)
+    return optimizer.update(grads, optimizer.init(params), params)[0]
+
+
+def random_params(seed=0):
+    shapes = {'qkv': (8, 3, 2, 4), 'hidden': (8, 16)}
+    rng = np.random.default_rng(seed)
+    kernels = {name: {'kernel': rng.standard_normal(shape)} for name, shape in shapes.items()}
+    return {'blocks': {0: kernels}, 'embed': {'embedding': rng.standard_normal((11, 8))}}
+
+
+def test_muon_steps_are_orthogonal_and_all_else_is_adamw():
+    params, grads = random_params(0), random_params(1)
+    steps, adamw = (update_of(name, params, grads) for name in ('muon', 'adamw'))
+    np.testing.assert_allclose(steps['embed']['embedding'], adamw['embed']['embedding'], rtol=1e-6)
+    for name, gradient in grads['blocks'][0].items():
+        own, start = steps['blocks'][0][name]['kernel'], params['blocks'][0][name]['kernel']
+        direction = -own / RATE - DECAY * start
+        columns = 16 if name == 'hidden' else 8
+        directions, gradients = (
+            np.moveaxis(np.reshape(x, (8, -1, columns)), 1, 0)
+            for x in (direction, gradient['kernel'])
+        )
+        for one, g in zip(directions / (0.2 * columns**0.5), gradients, strict=True):
+            values = np.linalg.svd(one, compute_uv=False)
+            assert 0.65 < values.min() < values.max() < 1.25
+            left, _, right = np.linalg.svd(g, full_matrices=False)
+            assert np.sum(one * (left @ right)) > 0.8 * len(values)
+
+
+def test_muon_in_scanned_layers_is_muon_in_each():
+    params, grads = ([random_params(2 * i + j)['blocks'][0] for i in range(2)] for j in range(2))
+    stack = functools.partial(jax.tree.map, lambda *layers: np.stack(layers))
+    scanned = update_of('muon', {'blocks': stack(*params)}, {'blocks': stack(*grads)})
+    apart = update_of(
+        'muon', {'blocks': dict(enumerate(params))}, {'blocks': dict(enumerate(grads))}
+    )
+    for name in params[0]:
+        for i in range(2):
+            np.testing.assert_allclose(
+                scanned['blocks'][name]['kernel'][i], apart['blocks'][i][name]['kernel'], rtol=1e-5
+            )
