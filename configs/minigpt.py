@@ -26,9 +26,12 @@ What the parts of the model can be, and where each comes from. (*) marks what th
     model.activation      gelu *        Hendrycks and Gimpel 2016, the tanh form; GPT-2
                           relu          Vaswani et al. 2017, section 3.3
                           swiglu        Shazeer 2020; both hidden widths are d_ff
-    model.attention       auto *, plain the implementation of dot products
+    model.attention       auto *        what is best and can run: the implementation of dot products
+                          plain         all weights at once: Vaswani et al. 2017, section 3.2.1
                           blockwise     Dao et al. 2022 (FlashAttention): memory grows with the
                                         length, not its square; no dropout
+                          cudnn         the same by NVIDIA's kernel, in bfloat16
+                          pallas        the same by the kernel for TPUs that comes with jax
     model.attention_form  fused *       one projection, one batched product
                           per_head      Vaswani et al. 2017, section 3.2.2, as in a textbook
     model.tie_embeddings  True *, False Press and Wolf 2017
@@ -46,6 +49,14 @@ What the parts of the model can be, and where each comes from. (*) marks what th
                           byte          an id for each byte of UTF-8
                           sentencepiece Sennrich et al. 2016; Kudo and Richardson 2018
     data.corpus           python_docs *, text, tfds:NAME of the TFDS catalogue
+    data.pack_documents   False *       a window is one text, whatever documents it runs across
+                          True          attention stays within a document, whose positions start at
+                                        0 and whose first token is no target: Krell et al. 2021
+
+What a document is: a topic or a docstring (python_docs), a record (tfds:NAME), a file (text); with
+data.document_separator a file of the corpus text is cut wherever that string stands, for example
+--config.data.document_separator='<|endoftext|>' or, in bash, $'\\n\\n\\n'. An EOS ends each.
+
     optim.name            adamw *       Loshchilov and Hutter 2019
                           adam          Kingma and Ba 2015; decay as an L2 penalty
                           sgd           Polyak 1964 (momentum b1); decay as an L2 penalty
@@ -72,6 +83,8 @@ def get_config(variant=''):
     # reverse; of images: digits
     c.data.corpus = 'python_docs'
     c.data.path = placeholder(str)  # text: file(s), UTF-8; parallel: a directory or two files
+    c.data.document_separator = placeholder(str)  # text: ends a document; None: a file is one
+    c.data.pack_documents = False  # decoder: attention stays within a document
     c.data.tokenizer = 'char'  # char, byte, sentencepiece
     c.data.vocab_size = placeholder(int)  # ids, for sentencepiece alone; None: 4096
     c.data.joint_vocabulary = False  # pairs: one tokenizer for source and target
@@ -102,7 +115,7 @@ def get_config(variant=''):
     c.model.positions = 'learned'  # learned, sinusoidal, rotary, alibi, relative, none
     c.model.activation = 'gelu'  # gelu, relu, swiglu
     c.model.attention_form = 'fused'  # fused, per_head: the same function, fast or as in a textbook
-    c.model.attention = 'auto'  # auto, plain, blockwise (long texts): one function
+    c.model.attention = 'auto'  # auto, plain, blockwise, cudnn, pallas: one function
     c.model.dropout_rate = 0.0  # of attention weights, branch outputs and embeddings
     c.model.tie_embeddings = True  # the output layer is the embedding table
     c.model.joint_embeddings = False  # encoder_decoder: one table for source and target

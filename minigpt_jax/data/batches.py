@@ -219,6 +219,25 @@ def validation_batches(
     return tokens_NBT1, mask_NBT
 
 
+def document_segments(tokens_BT1: np.ndarray, *, eos_id: int) -> dict[str, np.ndarray]:
+    """Tells the documents in windows apart, by the EOS that ends each.
+
+    Args:
+        tokens_BT1: windows, with any axes before T.
+        eos_id: EOS of the tokenizer, which stands in no document.
+
+    Returns:
+        segment_ids_BT, int32: how many documents of the window end before an input token; the EOS
+        is of the document that it ends. mask_BT: True where input and target are of one document.
+        The first token of a document has no context to be predicted from.
+    """
+    ends_BT = tokens_BT1[..., :-1] == eos_id
+    return {
+        'segment_ids_BT': np.cumsum(ends_BT, axis=-1, dtype=np.int32) - ends_BT,
+        'mask_BT': ~ends_BT,
+    }
+
+
 def check_length(tokens: np.ndarray, context_length: int, split: str) -> None:
     """Raises a DataError if a split, called `split` in the message, has not one whole window."""
     if len(tokens) < context_length + 1:

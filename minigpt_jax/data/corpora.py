@@ -71,8 +71,8 @@ def load_corpus(data: Any) -> Corpus:
 
     Args:
         data: the group `data` of a configuration: `corpus`, `validation_fraction` (of the
-            characters, of dates the days, between 0 and 1), for files `path`, and for pairs
-            `source_language` and `target_language`.
+            characters, of dates the days, between 0 and 1), for files `path`, for texts
+            `document_separator`, and for pairs `source_language` and `target_language`.
 
     Raises:
         DataError: the corpus is unknown, its source cannot be read, a split would be empty, or
@@ -87,9 +87,11 @@ def load_corpus(data: Any) -> Corpus:
     except OSError as error:
         raise DataError(f'cannot read {error.filename}: {error.strerror}') from error
     sha256 = builder_class.sha256(files)
-    config = SplitConfig(
-        name=f'{sha256[:16]}-validation-{fraction}', files=files, validation_fraction=fraction
-    )
+    options = builder_class.options(data)
+    name = f'{sha256[:16]}-validation-{fraction}'
+    if options:
+        name += f'-{_sha256([json.dumps(options).encode()])[:8]}'
+    config = SplitConfig(name=name, files=files, validation_fraction=fraction, options=options)
     builder = _prepared(
         lambda: builder_class(data_dir=_data_dir(), config=config, file_format='array_record'),
         f'preparing {data.corpus}',
@@ -142,6 +144,7 @@ class SplitConfig(tfds.core.BuilderConfig):
     # Not in the repr, since TFDS formats a configuration to log it.
     files: Files = dataclasses.field(default_factory=dict, repr=False)
     validation_fraction: float = 0.1
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of `documents`
 
 
 class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -171,7 +174,12 @@ class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         raise NotImplementedError
 
     @staticmethod
-    def documents(files: Files) -> Iterable[str]:
+    def options(data: Any) -> dict[str, str]:
+        """Returns what else `documents` depends on, as its keywords."""
+        return {}
+
+    @staticmethod
+    def documents(files: Files, **options: str) -> Iterable[str]:
         """Makes documents of the source; may be slow, since it is done once."""
         raise NotImplementedError
 
@@ -181,13 +189,15 @@ class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         return _sha256(files.values())
 
     @classmethod
-    def splits(cls, files: Files, validation_fraction: float) -> tuple[list[str], list[str]]:
+    def splits(
+        cls, files: Files, validation_fraction: float, **options: str
+    ) -> tuple[list[str], list[str]]:
         """Returns the documents of training and validation.
 
         Raises:
             DataError: one of them would be empty.
         """
-        return split_documents(cls.documents(files), validation_fraction)
+        return split_documents(cls.documents(files, **options), validation_fraction)
 
     def _info(self):
         return tfds.core.DatasetInfo(
@@ -199,7 +209,7 @@ class _CorpusBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _split_generators(self, dl_manager):
         config = self.builder_config
-        train, validation = self.splits(config.files, config.validation_fraction)
+        train, validation = self.splits(config.files, config.validation_fraction, **config.options)
         return {
             'train': self._generate_examples(train),
             'validation': self._generate_examples(validation),
@@ -287,7 +297,11 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
 
 
 class TextFiles(_CorpusBuilder, skip_registration=True):
-    """UTF-8 text files of the user; a document is a whole file, its line ends as they are."""
+    """UTF-8 text files of the user, their line ends as they are.
+
+    A document is a whole file, or with `data.document_separator` what stands between two of it, if
+    that is more than white space.
+    """
 
     name = 'text'
     VERSION = tfds.core.Version('1.0.0')
@@ -297,12 +311,19 @@ class TextFiles(_CorpusBuilder, skip_registration=True):
         return {path: path.read_bytes() for path in _text_paths(data.path)}
 
     @staticmethod
-    def documents(files: Files) -> Iterator[str]:
+    def options(data: Any) -> dict[str, str]:
+        separator = data.get('document_separator')
+        return {} if separator is None else {'document_separator': separator}
+
+    @staticmethod
+    def documents(files: Files, document_separator: str | None = None) -> Iterator[str]:
         for path, content in files.items():
             text = decode_utf8(path, content)
-            if not text.strip():
+            texts = [text] if document_separator is None else text.split(document_separator)
+            texts = [text for text in texts if text.strip()]
+            if not texts:
                 raise DataError(f'{path} is empty: there is no text to learn from')
-            yield text
+            yield from texts
 
 
 def decode_utf8(path: pathlib.Path | str, content: bytes) -> str:

@@ -9,8 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax import nnx
 
+from minigpt_jax.model import flash
 from minigpt_jax.model.kernels import blockwise_attention, may_attend, product
 from minigpt_jax.model.layers import (
     NO_TAP,
@@ -24,7 +26,49 @@ from minigpt_jax.model.layers import (
 )
 from minigpt_jax.model.positions import ATTENTION_POSITIONS
 
-IMPLEMENTATIONS = ('auto', 'plain', 'blockwise')
+# Those that hold no T × S weights. They take the structured arguments, the mask and the bias.
+WITHOUT_WEIGHTS = {
+    'blockwise': blockwise_attention,
+    'cudnn': flash.cudnn_attention,
+    'pallas': flash.pallas_attention,
+}
+IMPLEMENTATIONS = ('auto', 'plain', *WITHOUT_WEIGHTS)
+DEVICE_OBSTACLES = {'cudnn': flash.cudnn_obstacle, 'pallas': flash.pallas_obstacle}
+
+# What 'auto' tries in turn on a platform, before 'plain': an implementation, and from how many
+# scores on, as the side of a square of T × S. Only those of the CPU have been measured.
+AUTO = {
+    'cpu': (('blockwise', 1024),),
+    'cuda': (('cudnn', 128), ('blockwise', 1024)),
+    'tpu': (('pallas', 512), ('blockwise', 1024)),
+}
+
+
+def obstacle(implementation, demand):
+    """Why an implementation cannot do what a `flash.Demand` asks here, or None if it can."""
+    if implementation in WITHOUT_WEIGHTS and demand.needs_weights:
+        return "has no weights to return or to drop: choose implementation='plain'"
+    own = DEVICE_OBSTACLES.get(implementation)
+    return own and own(demand)
+
+
+def choose_implementation(demand):
+    """What 'auto' is for a `flash.Demand`, by platform, number of scores, and type (see `AUTO`)."""
+    platform = flash.device().platform
+    T, S = demand.lengths
+    for implementation, side in AUTO.get(platform, AUTO['cpu']):
+        if side**2 <= T * S and not obstacle(implementation, demand):
+            break
+    else:
+        implementation = 'plain'
+    _log_choice(implementation, platform)
+    return implementation
+
+
+@functools.cache
+def _log_choice(implementation, platform):
+    """Once in a process for each choice."""
+    logging.info('attention on %s: auto takes %s', platform, implementation)
 
 
 def dot_product_attention(
@@ -59,27 +103,35 @@ def dot_product_attention(
       mask: boolean, True means *may attend*; broadcasts to BHTS.
       bias: added to the scaled scores (ALiBi, relative positions); broadcasts to BHTS.
       dropout_rate, dropout_key: dropout on the weights; off without a key.
-      implementation: one of `IMPLEMENTATIONS`. 'blockwise' never holds the T × S scores, and so has
-        no weights to drop or to return; 'auto' is 'plain'.
+      implementation: one of `IMPLEMENTATIONS`. 'plain' holds all T × S weights; the others have
+        none to drop or to return. 'blockwise' runs everywhere, 'cudnn' on NVIDIA GPUs and 'pallas'
+        on TPUs (see `model.flash`); 'auto' is one of them that can run (see `AUTO`).
       return_weights: also return the weights (after softmax, before dropout).
 
     Returns:
       y_BTHK, or (y_BTHK, weights_BHTS) with `return_weights`.
 
     Raises:
-      ValueError: for an unknown implementation, and for weights asked of one that has none.
+      ValueError: for an unknown implementation, and for one that cannot do here what is asked.
 
     Source: Vaswani et al. 2017, section 3.2.1.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f'implementation={implementation!r}: choose from {IMPLEMENTATIONS}')
-    if implementation == 'blockwise':
-        if return_weights or (dropout_rate and dropout_key is not None):
-            raise ValueError(
-                'blockwise attention has no weights to return or to drop: '
-                "choose implementation='plain'"
-            )
-        return blockwise_attention(
+    demand = flash.Demand(
+        dtype=str(k_BSHK.dtype),
+        d_head=k_BSHK.shape[-1],
+        lengths=(q_BTHK.shape[1], k_BSHK.shape[1]),
+        needs_weights=return_weights or bool(dropout_rate and dropout_key is not None),
+        has_offset=causal and not (isinstance(q_offset, int) and q_offset == 0),
+        has_scores=any(x is not None for x in (segment_ids, mask, bias)),
+    )
+    if implementation == 'auto':
+        implementation = choose_implementation(demand._replace(num_devices=jax.device_count()))
+    elif why := obstacle(implementation, demand):
+        raise ValueError(f'{implementation} attention {why}')
+    if implementation in WITHOUT_WEIGHTS:
+        return WITHOUT_WEIGHTS[implementation](
             q_BTHK,
             k_BSHK,
             v_BSHK,
@@ -124,7 +176,8 @@ class Attend(nnx.Module):
     which there is no distance: positions do not act.
 
     Shapes: q_BTHK, k_BSHK, v_BSHK -> y_BTHK, with S = T unless `cross`. Of the keys of row b the
-    first kv_lengths_B[b] count, where lengths are given. A call may hold some of the layer's heads
+    first kv_lengths_B[b] count, where lengths are given. With `segment_ids_BT` a query attends to
+    keys of its own segment alone; they have no cache. A call may hold some of the layer's heads
     only, counted from `first_head`. With a `cache` (see `init_cache`) the new keys and values stand
     at `position`, `position + 1`, …, and queries attend to those of earlier calls as well. What a
     cache holds behind them is ruled out by causality, so it need not be cleared. With `cross` a
@@ -162,6 +215,7 @@ class Attend(nnx.Module):
         v_BSHK=None,
         *,
         kv_lengths_B=None,
+        segment_ids_BT=None,
         cache=None,
         position=0,
         first_head=0,
@@ -185,6 +239,11 @@ class Attend(nnx.Module):
         if self.unscale != 1:
             q_BTHK = q_BTHK * self.unscale
         wants_weights = tap.wants('attention_weights')
+        implementation = self.implementation
+        if wants_weights:
+            implementation = 'plain'  # whoever looks at the weights pays for them
+        elif cache is not None and implementation in DEVICE_OBSTACLES:
+            implementation = 'auto'  # kernels for training have no queries behind a cache
         y_BTHK = dot_product_attention(
             q_BTHK,
             k_BSHK,
@@ -192,11 +251,11 @@ class Attend(nnx.Module):
             causal=self.causal,
             q_offset=position,
             kv_lengths_B=kv_lengths_B,
+            segment_ids=segment_ids_BT,
             bias=bias_BHTS,
             dropout_rate=self.dropout_rate,
             dropout_key=dropout_key,
-            # Whoever looks at the weights pays for them.
-            implementation='plain' if wants_weights else self.implementation,
+            implementation=implementation,
             return_weights=wants_weights,
         )
         if wants_weights:
@@ -241,9 +300,10 @@ class MultiHeadAttention(nnx.Module):
     `cross` of `memory_BSD`, the encoder's output (encoder-decoder attention).
 
     Shapes: x_BTD -> y_BTD, each head of width K = D / H. Of the keys of row b the first
-    kv_lengths_B[b] count, where lengths are given. With a `cache` (see `init_cache`) the new tokens
-    stand at `position`; with `cross` it is what `remember` makes of the memory, once, which then is
-    not given. Returns (y_BTD, cache). Dropout on the weights of each head and on the output.
+    kv_lengths_B[b] count, where lengths are given; segments are as in `Attend`. With a `cache` (see
+    `init_cache`) the new tokens stand at `position`; with `cross` it is what `remember` makes of
+    the memory, once, which then is not given. Returns (y_BTD, cache). Dropout on the weights of
+    each head and on the output.
 
     Source: Vaswani et al. 2017, sections 3.2.2 and 3.2.3.
     """
@@ -265,6 +325,7 @@ class MultiHeadAttention(nnx.Module):
         *,
         memory_BSD=None,
         kv_lengths_B=None,
+        segment_ids_BT=None,
         cache=None,
         position=0,
         dropout_key=None,
@@ -277,6 +338,7 @@ class MultiHeadAttention(nnx.Module):
             attend = functools.partial(
                 self.attend,
                 kv_lengths_B=kv_lengths_B,
+                segment_ids_BT=segment_ids_BT,
                 cache=cache and {name: x[:, :, h : h + 1] for name, x in cache.items()},
                 position=position,
                 first_head=h,
@@ -331,6 +393,7 @@ class FusedMultiHeadAttention(nnx.Module):
         *,
         memory_BSD=None,
         kv_lengths_B=None,
+        segment_ids_BT=None,
         cache=None,
         position=0,
         dropout_key=None,
@@ -348,6 +411,7 @@ class FusedMultiHeadAttention(nnx.Module):
         y_BTHK, cache = self.attend(
             *qkv,
             kv_lengths_B=kv_lengths_B,
+            segment_ids_BT=segment_ids_BT,
             cache=cache,
             position=position,
             dropout_key=weights_key,

@@ -18,7 +18,22 @@ from minigpt_jax.model.kernels import product
 from minigpt_jax.model.layers import EMBEDDING_INIT
 
 # Added at the embedding: modules called as `encode(x_BTD, position)`, where the first token stands
-# at `position`.
+# at `position`, or each at its own of `position_BT`.
+
+
+def positions_in_segments(segment_ids_BT):
+    """position_BT: how many tokens of the same segment stand before each, given equal ids in a run.
+
+    So the positions of a packed document are those that it has alone: 0 at its first token. Only
+    encodings at the embedding need it: those within attention know distances alone, and attention
+    stays within the document.
+
+    Source: Krell et al. 2021 ("Efficient Sequence Packing without Cross-contamination").
+    """
+    t_T = jnp.arange(segment_ids_BT.shape[1])
+    goes_on_BT = segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
+    starts_BT = jnp.where(jnp.pad(goes_on_BT, ((0, 0), (1, 0))), 0, t_T)
+    return t_T - jax.lax.cummax(starts_BT, axis=1)
 
 
 class LearnedPositions(nnx.Module):
@@ -36,6 +51,9 @@ class LearnedPositions(nnx.Module):
 
     def __call__(self, x_BTD, position=0):
         length = x_BTD.shape[1]
+        if jnp.ndim(position) == 2:
+            self.check_length(length)
+            return x_BTD + self.table[...][position]
         # A traced position is behind a cache, whose length has been checked.
         self.check_length(length + (position if isinstance(position, int) else 0))
         return x_BTD + jax.lax.dynamic_slice_in_dim(self.table[...], position, length)
@@ -64,19 +82,21 @@ class SinusoidalPositions(nnx.Module):
 
     def __call__(self, x_BTD, position=0):
         T, D = x_BTD.shape[1:]
-        table_TD = sinusoidal_encoding(position + jnp.arange(T), D)
-        return x_BTD * D**0.5 + table_TD
+        positions = position if jnp.ndim(position) == 2 else position + jnp.arange(T)
+        return x_BTD * D**0.5 + sinusoidal_encoding(positions, D)
 
 
-def sinusoidal_encoding(positions_T, D):
-    """PE_TD with PE_(t, 2i) = sin(t / 10000^(2i/D)) and PE_(t, 2i+1) = cos(t / 10000^(2i/D)).
+def sinusoidal_encoding(positions, D):
+    """PE_(t, 2i) = sin(t / 10000^(2i/D)) and PE_(t, 2i+1) = cos(t / 10000^(2i/D)).
+
+    Shapes: positions of any axes, such as T or BT -> the same axes and D.
 
     Source: Vaswani et al. 2017, section 3.5.
     """
     rates = 10000.0 ** (-np.arange(0, D, 2) / D)
-    angles = positions_T[:, None] * rates
+    angles = positions[..., None] * rates
     interleaved = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return interleaved.reshape(len(positions_T), -1)[:, :D]
+    return interleaved.reshape(*positions.shape, -1)[..., :D]
 
 
 # Inside attention: modules called as `encode(q_BTHK, k_BSHK, position, first_head)`, where query t

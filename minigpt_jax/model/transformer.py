@@ -23,7 +23,7 @@ from minigpt_jax.model.layers import (
     residual_output,
     split_key,
 )
-from minigpt_jax.model.positions import EMBEDDING_POSITIONS, LearnedPositions
+from minigpt_jax.model.positions import EMBEDDING_POSITIONS, LearnedPositions, positions_in_segments
 
 ACTIVATIONS = {
     'gelu': lambda x: jax.nn.gelu(x, approximate=True),
@@ -68,7 +68,8 @@ class Block(nnx.Module):
 
     Each is in a residual branch. `causal` is about the self-attention.
 
-    Shapes: x_BTD -> (x_BTD, cache). `lengths_B`, where given, are the valid tokens of x's rows;
+    Shapes: x_BTD -> (x_BTD, cache). `lengths_B`, where given, are the valid tokens of x's rows, and
+    `segment_ids_BT` the packed documents that they are of, within which self-attention stays;
     `memory_BSD`, with its own `memory_lengths_B`, is what `cross` attends to. A `cache` is
     {'self': see `init_cache`}, and with `cross` also {'cross': see `MultiHeadAttention.remember`},
     which takes the place of the memory.
@@ -91,6 +92,7 @@ class Block(nnx.Module):
         x_BTD,
         *,
         lengths_B=None,
+        segment_ids_BT=None,
         memory_BSD=None,
         memory_lengths_B=None,
         cache=None,
@@ -105,6 +107,7 @@ class Block(nnx.Module):
             return self.attention(
                 x,
                 kv_lengths_B=lengths_B,
+                segment_ids_BT=segment_ids_BT,
                 cache=cache and cache['self'],
                 position=position,
                 dropout_key=attention_key,
@@ -171,14 +174,24 @@ class Stack(nnx.Module):
         self.final_norm = make_norm(config, config.d_model, rngs=rngs) if needs_norm else None
 
     def hidden(
-        self, tokens_BT, *, caches=None, position=0, dropout_key=None, capture=(), **conditions
+        self,
+        tokens_BT,
+        *,
+        segment_ids_BT=None,
+        caches=None,
+        position=0,
+        dropout_key=None,
+        capture=(),
+        **conditions,
     ):
         """The last layer's output: (x_BTD, caches).
 
         With `caches` (see `Decoder.init_caches`) the tokens stand at `position` and also attend to
-        what earlier calls left before it; without, caches is None. With `capture` a third thing is
-        returned, {layer: {name: array}}: attention_weights are BHTS (before dropout), head_outputs
-        BTHK, block_outputs BTD. `conditions` are those of `Block`: lengths, memory.
+        what earlier calls left before it; without, caches is None. With `segment_ids_BT` each run
+        of tokens of equal ids is a text of its own, with the outputs that it has alone. With
+        `capture` a third thing is returned, {layer: {name: array}}: attention_weights are BHTS
+        (before dropout), head_outputs BTHK, block_outputs BTD. `conditions` are those of `Block`:
+        lengths, memory.
 
         Raises:
           ValueError: for a length that learned positions do not reach, an unknown name to capture.
@@ -188,8 +201,12 @@ class Stack(nnx.Module):
             raise ValueError(f'capture: {", ".join(unknown)}: choose from {choices}')
         embed_key, *block_keys = split_key(dropout_key, 1 + self.num_layers)
         x_BTD = self.embed(tokens_BT)
+        if segment_ids_BT is not None:
+            conditions['segment_ids_BT'] = segment_ids_BT
         if self.positions is not None:
-            x_BTD = self.positions(x_BTD, position)
+            packed = segment_ids_BT is not None
+            own = positions_in_segments(segment_ids_BT) if packed else position
+            x_BTD = self.positions(x_BTD, own)
         x_BTD = dropout(x_BTD, self.dropout_rate, embed_key)
         run_block = self._block_function(position, capture, conditions)
         run = self._run_scanned if self.scan_layers else self._run_unrolled
@@ -264,13 +281,13 @@ class Vocabulary(Stack):
             None if config.tie_embeddings else dense(config, config.d_model, vocab_size, rngs=rngs)
         )
 
-    def __call__(self, tokens_BT, *, dropout_key=None, capture=(), **memory):
+    def __call__(self, tokens_BT, *, dropout_key=None, capture=(), **conditions):
         """logits_BTV, with `capture` (logits_BTV, {layer: {name: array}}), see `hidden`.
 
-        `memory` is memory_BSD and memory_lengths_B, see `Block`.
+        `conditions` are segment_ids_BT, see `hidden`; memory_BSD, memory_lengths_B, see `Block`.
         """
         x_BTD, _, *captured = self.hidden(
-            tokens_BT, dropout_key=dropout_key, capture=capture, **memory
+            tokens_BT, dropout_key=dropout_key, capture=capture, **conditions
         )
         return (self.logits(x_BTD), *captured) if capture else self.logits(x_BTD)
 

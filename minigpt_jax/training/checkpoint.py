@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from minigpt_jax.data.tokenizers import tokenizer_from_dict
+from minigpt_jax.model.attention import DEVICE_OBSTACLES
 from minigpt_jax.training import steps
 from minigpt_jax.training.config import (
     KEYS,
@@ -204,6 +205,8 @@ def load_run(workdir, average=1):
     checkpoints = Checkpoints(workdir)
     if not tokenizer_file.exists() or not checkpoints.steps():
         raise RunError(f'{workdir}: no checkpoint yet; train it first, with the same --workdir')
+    if config.model.attention in DEVICE_OBSTACLES:
+        config.model.attention = 'auto'  # the same function, on whatever device it is read
     try:
         config = resolve(config)
     except ConfigError as error:

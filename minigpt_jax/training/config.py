@@ -14,7 +14,13 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data.corpora import CORPORA
 from minigpt_jax.data.tokenizers import TOKENIZERS
-from minigpt_jax.model.attention import ATTENTION_FORMS, IMPLEMENTATIONS
+from minigpt_jax.model.attention import (
+    ATTENTION_FORMS,
+    IMPLEMENTATIONS,
+    WITHOUT_WEIGHTS,
+    obstacle,
+)
+from minigpt_jax.model.flash import Demand
 from minigpt_jax.model.layers import INITS, NORM_PLACEMENTS, NORMS
 from minigpt_jax.model.positions import POSITIONS
 from minigpt_jax.model.transformer import ACTIVATIONS, MODELS
@@ -82,6 +88,10 @@ _seed = _number(lambda x: 0 <= x <= _INT32_MAX, f'from 0 to {_INT32_MAX}')
 _devices = _number(lambda x: x == -1 or x > 0, 'above 0, or -1 for all devices')
 
 
+def _not_empty(value):
+    return None if value else 'must not be empty'
+
+
 def _anything(value):
     return None
 
@@ -93,6 +103,8 @@ KEYS = {
     'sweep': (tuple, _anything),
     'data.corpus': (str, _corpus),
     'data.path': ((str, None), _anything),
+    'data.document_separator': ((str, None), _not_empty),
+    'data.pack_documents': (bool, _anything),
     'data.tokenizer': (str, _one_of(TOKENIZERS)),
     'data.vocab_size': ((int, None), _number(lambda x: 0 < x <= 10**6, 'from 1 to 1000000')),
     'data.joint_vocabulary': (bool, _anything),
@@ -283,6 +295,7 @@ ONLY_FOR = {
     'data.tokens_per_batch': ('encoder_decoder', None),
     'data.num_buckets': ('encoder_decoder', 1),
     'data.mask_rate': ('encoder', 0.15),
+    'data.pack_documents': ('decoder', False),
     'data.patch_size': ('image', 2),
 }
 
@@ -327,6 +340,11 @@ def _check_together(config):
             f'data.path={config.data.path}: is read with data.corpus={" or ".join(files)} alone, '
             f'and it is {config.data.corpus}; set that as well, or leave the path out'
         )
+    if config.data.document_separator is not None and config.data.corpus != 'text':
+        raise ImpossibleError(
+            f'data.document_separator={config.data.document_separator!r}: cuts the files of '
+            f'data.corpus=text alone; {config.data.corpus} has documents of its own'
+        )
     if config.data.vocab_size is not None and not _learns_to_size(config):
         sized = ' or '.join(name for name, kind in TOKENIZERS.items() if kind.settings)
         raise ImpossibleError(
@@ -357,11 +375,14 @@ def _check_together(config):
             'model.norm_placement=deepnorm: weighs the residual connection, which '
             'model.residual=False takes away; use post, which is the same without it'
         )
-    if config.model.attention == 'blockwise' and config.model.dropout_rate:
+    attention = config.model.attention
+    if attention in WITHOUT_WEIGHTS and config.model.dropout_rate:
         raise ImpossibleError(
             f'model.dropout_rate={config.model.dropout_rate}: drops attention weights, which '
-            'model.attention=blockwise never holds; set the rate to 0, or model.attention=plain'
+            f'model.attention={attention} never holds; set the rate to 0, or model.attention=plain'
         )
+    if why := attention_obstacle(config):
+        raise ImpossibleError(f'model.attention={attention}: {why}')
     per_call = config.train.steps_per_call
     for key in ('train.steps', 'train.log_every', 'train.checkpoint_every', 'eval.every'):
         value = get_key(config, key)
@@ -385,6 +406,19 @@ def _check_together(config):
         raise ImpossibleError(
             'optim.warmup_steps=0: inverse_sqrt falls from the end of the warm-up; give at least 1'
         )
+
+
+def attention_obstacle(config):
+    """Why `model.attention` cannot run here, or None."""
+    data, model, devices = config.data, config.model, config.mesh.data
+    demand = Demand(
+        dtype=model.dtype,
+        d_head=model.d_model // model.num_heads,
+        lengths=(model.context_length, model.context_length),
+        has_scores=data.pack_documents or model.positions in ('alibi', 'relative'),
+        num_devices=jax.device_count() if devices == -1 else devices,
+    )
+    return obstacle(model.attention, demand)
 
 
 def differences(old, new):

@@ -115,10 +115,13 @@ def make_train_step(config, model, losses):
 def token_losses(params, batch, key, *, model, smoothing=0.0):
     """(sum of next-token losses in nats, number of targets) of a batch.
 
-    `batch` holds tokens_BT1 and, where some targets do not count, mask_BT.
+    `batch` holds tokens_BT1 and, where some targets do not count, mask_BT; of packed documents also
+    segment_ids_BT.
     """
     tokens_BT1 = batch['tokens_BT1']
-    logits_BTV = nnx.merge(model, params)(tokens_BT1[:, :-1], dropout_key=key)
+    logits_BTV = nnx.merge(model, params)(
+        tokens_BT1[:, :-1], segment_ids_BT=batch.get('segment_ids_BT'), dropout_key=key
+    )
     return next_token_loss(logits_BTV, tokens_BT1[:, 1:], batch.get('mask_BT'), smoothing)
 
 

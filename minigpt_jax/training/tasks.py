@@ -31,6 +31,10 @@ _SHOWN = 5
 class ContinueText:
     """Next tokens of one text: `model.family` decoder.
 
+    With `data.pack_documents` a batch also says which document each token is of (see
+    `batches.document_segments`): attention stays within it, and its first token, which nothing
+    before it belongs to, is no target.
+
     Attributes:
       config, corpus: of a run; the corpus is what `load` returns.
       losses: what is trained on batches of this family, and evaluated; see `steps.token_losses`.
@@ -54,6 +58,12 @@ class ContinueText:
         batches.check_length(self.corpus.train_tokens, length, 'training')
         batches.check_length(self.corpus.validation_tokens, length, 'validation')
         _check_batch_sizes(self.config, mesh)
+        eos_id = self.corpus.tokenizer.eos_id
+        if self.config.data.pack_documents and eos_id not in self.corpus.train_tokens:
+            raise ConfigError(
+                'data.pack_documents=True: the training text is one document; leave it out, give '
+                'several files, or say where documents end with data.document_separator'
+            )
         self.check_sample()
 
     def check_sample(self):
@@ -62,12 +72,18 @@ class ContinueText:
     def abstract_batches(self):
         """The shapes that `batches` yields: each has a program of its own."""
         config = self.config
-        shape_KBT1 = (
-            config.train.steps_per_call,
-            config.data.batch_size,
-            config.model.context_length + 1,
-        )
-        return [{'tokens_BT1': jax.ShapeDtypeStruct(shape_KBT1, jnp.int32)}]
+        K, B, T = config.train.steps_per_call, config.data.batch_size, config.model.context_length
+        batch = {'tokens_BT1': jax.ShapeDtypeStruct((K, B, T + 1), jnp.int32)}
+        if config.data.pack_documents:
+            batch['segment_ids_BT'] = jax.ShapeDtypeStruct((K, B, T), jnp.int32)
+            batch['mask_BT'] = jax.ShapeDtypeStruct((K, B, T), jnp.bool_)
+        return [batch]
+
+    def _windows_as_batch(self, tokens_BT1):
+        batch = {'tokens_BT1': tokens_BT1}
+        if self.config.data.pack_documents:
+            batch |= batches.document_segments(tokens_BT1, eos_id=self.corpus.tokenizer.eos_id)
+        return batch
 
     def batches(self, seed, first_step):
         """An endless iterator of what the calls from `first_step` on train on."""
@@ -78,14 +94,14 @@ class ContinueText:
             steps_per_call=self.config.train.steps_per_call,
             first_step=first_step,
         )
-        return ({'tokens_BT1': tokens_KBT1} for tokens_KBT1 in calls)
+        return map(self._windows_as_batch, calls)
 
     def batch(self, seed, step):
         """The batch of one step."""
         tokens_BT1 = batches.training_batch(
             self.corpus.train_tokens, **self._windows, seed=seed, step=step
         )
-        return {'tokens_BT1': tokens_BT1}
+        return self._windows_as_batch(tokens_BT1)
 
     def validation(self):
         """The whole validation split: batches that `losses` reads, of each shape with an axis N."""
@@ -95,7 +111,8 @@ class ContinueText:
             context_length=config.model.context_length,
             batch_size=config.eval.batch_size,
         )
-        return [{'tokens_BT1': tokens_NBT1, 'mask_BT': mask_NBT}]
+        batch = self._windows_as_batch(tokens_NBT1)
+        return [batch | {'mask_BT': mask_NBT & batch.get('mask_BT', True)}]
 
     def judge(self, model, params):
         """Further metrics on the validation split, by name."""
@@ -132,7 +149,8 @@ class ContinueText:
         corpus = self.corpus
         if val_loss is None or corpus.unknown_share:
             return {'bits_per_byte': None}
-        nats = val_loss * (len(corpus.validation_tokens) - 1)
+        (validation,) = self.validation()
+        nats = val_loss * int(validation['mask_BT'].sum())
         return {'bits_per_byte': nats / math.log(2) / corpus.validation_bytes}
 
     def describe(self):

@@ -110,6 +110,21 @@ def test_every_token_but_the_first_is_a_target_once_behind_the_token_before_it(
     assert (targets[~mask_NBT] == 77).all()
 
 
+def test_documents_end_with_eos_and_their_first_token_is_no_target():
+    eos = 2
+    tokens_BT1 = np.array([[5, 6, eos, 7, eos, 8, 9], [eos, eos, 5, 5, 5, 5, eos]])
+    packed = batches.document_segments(tokens_BT1, eos_id=eos)
+    np.testing.assert_array_equal(
+        packed['segment_ids_BT'], [[0, 0, 0, 1, 1, 2], [0, 1, 2, 2, 2, 2]]
+    )
+    np.testing.assert_array_equal(
+        packed['mask_BT'], np.array([[1, 1, 0, 1, 0, 1], [0, 0, 1, 1, 1, 1]], bool)
+    )
+    assert packed['segment_ids_BT'].dtype == np.int32
+    of_calls = batches.document_segments(tokens_BT1[None], eos_id=eos)
+    np.testing.assert_array_equal(of_calls['segment_ids_BT'][0], packed['segment_ids_BT'])
+
+
 def test_a_split_shorter_than_a_window_is_told_by_numbers():
     enough, short = np.arange(9), np.arange(8)
     kwargs = dict(context_length=8, batch_size=2)
@@ -176,6 +191,20 @@ def test_documents_are_joined_by_eos(data):
     assert validation.count('<eos>') == 3
     assert not set(train) & set(validation.split('<eos>'))
     assert corpus.validation_bytes == 12  # EOS is not of the text
+
+
+def test_a_separator_cuts_files_into_documents(data):
+    whole = '<|>'.join(f'{i:02} ' for i in range(8))
+    write_texts(data, f'<|>{whole}<|>\n', whole.replace('0', '1'))
+    uncut = batches.load_tokenized(data)
+    data.document_separator = '<|>'
+    cut = batches.load_tokenized(data)
+    assert cut.sha256 == uncut.sha256  # of the files
+    texts = [cut.tokenizer.decode(x) for x in (cut.train_tokens, cut.validation_tokens)]
+    assert len(texts[0].split('<eos>')) == 12
+    assert len(texts[1].split('<eos>')) == 4
+    assert '|' not in texts[0] + texts[1]
+    assert '|' in uncut.tokenizer.decode(uncut.train_tokens)
 
 
 def test_tokens_are_read_from_the_cache_and_only_if_it_was_finished(data, monkeypatch):

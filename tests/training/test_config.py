@@ -75,6 +75,8 @@ def test_changing_a_copy_leaves_the_original_alone():
         ({'data.vocab_size': 2**32}, 'must be at most 2147483647'),
         ({'data.vocab_size': 2**30}, 'must be from 1 to 1000000'),
         ({'data.path': 'caf\udce9.txt'}, 'not UTF-8; rename it'),
+        ({'data.document_separator': ''}, 'must not be empty'),
+        ({'data.pack_documents': 1}, 'expected bool, got int'),
         ({'train.keep': 1}, 'must be 2 or more'),
         ({'mesh.data': 0}, 'or -1 for all devices'),
         ({'data.corpus': 'python_doc'}, 'digits, tfds:NAME; did you mean python_docs'),
@@ -113,6 +115,19 @@ def test_a_wrong_value_gets_one_line(values, line):
         (
             {'model.attention': 'blockwise', 'model.dropout_rate': 0.1},
             'model.dropout_rate=0.1: drops attention weights, which model.attention=blockwise',
+        ),
+        (
+            {'model.attention': 'cudnn', 'model.dtype': 'bfloat16'},
+            'model.attention=cudnn: runs on NVIDIA GPUs alone, and this is a cpu',
+        ),
+        ({'model.attention': 'pallas'}, 'model.attention=pallas: runs on TPUs alone'),
+        (
+            {'data.document_separator': '\n', 'data.corpus': 'python_docs'},
+            "data.document_separator='\\n': cuts the files of data.corpus=text alone",
+        ),
+        (
+            {'data.pack_documents': True, 'model.family': 'encoder'},
+            'data.pack_documents=True: for model.family=decoder alone',
         ),
         ({'optim.warmup_steps': 12}, 'optim.warmup_steps=12: must be below train.steps=12'),
         ({'data.vocab_size': 300}, 'leave it out, or set data.tokenizer=sentencepiece'),

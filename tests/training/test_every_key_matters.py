@@ -104,6 +104,8 @@ CASES = {
     'sweep': ((('seed', (0, 1)),), points),
     'data.corpus': ('python_docs', text),
     'data.path': ('OTHER', text),
+    'data.document_separator': ('.\n', text),
+    'data.pack_documents': (True, step),
     'data.tokenizer': ('byte', text),
     'data.vocab_size': (300, text),
     'data.joint_vocabulary': (True, text),
@@ -183,6 +185,7 @@ IMAGES = {
     'data.path': None,
 }
 BASES = {
+    'data.pack_documents': {'data.document_separator': '.\n'},
     'data.vocab_size': {'data.tokenizer': 'sentencepiece', 'data.vocab_size': 290},
     'data.joint_vocabulary': PAIRS,
     'data.source_language': PAIRS,
