@@ -26,7 +26,6 @@ gpu        GPT-2 of 124 M parameters in bfloat16, the cost curve to n = 16384, s
 """
 
 import dataclasses
-import functools
 import os
 import pathlib
 import subprocess
@@ -35,26 +34,22 @@ import tempfile
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from flax import nnx
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from experiments import workloads
 from minigpt_jax import cli, experiment
-from minigpt_jax.analysis.programs import multiply_adds
-from minigpt_jax.model.attention import dot_product_attention
 from minigpt_jax.report.figures import PALETTE, styled
-from minigpt_jax.training import sharding
 from minigpt_jax.training.optim import make_schedule
 
-ROOT = pathlib.Path(__file__).parent.parent
-EAGER, COMPILED = TORCH_FORMS = ('PyTorch, eager', 'PyTorch, compiled')
 OURS = 'ours'
-
+EAGER, COMPILED = TORCH_FORMS = ('PyTorch, eager', 'PyTorch, compiled')
 DEFAULT_PARTS = ('train', 'attention', 'decode', 'seeds', 'startup')
+WARM_UPS, QUICK_WARM_UPS, QUICK_ROUNDS = 2, 1, 2
+
 _PARTS = flags.DEFINE_list('part', list(DEFAULT_PARTS), 'What to time; gpu has to be asked for.')
 _VS = flags.DEFINE_enum('vs', None, ['torch'], 'Also time the same in this library.')
 
@@ -103,25 +98,39 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a part of the benchmark found."""
+    """What a part of the benchmark found: see `experiment.Outcome`."""
 
     tables: list
     numbers: dict
     comparisons: list
 
 
-def ratios(slow, fast):
+def ratios(seconds, slower, faster):
     """How many times as long the one takes as the other, round by round."""
-    return np.asarray(slow) / np.asarray(fast)
+    return seconds[slower] / seconds[faster]
 
 
 def fastest(seconds, names):
-    """The name of those with the smallest median; None if there are no names."""
-    return min(names, key=lambda name: np.median(seconds[name]), default=None)
+    """Of those names that were timed the one with the smallest median, or None."""
+    timed = [name for name in names if name in seconds]
+    return min(timed, key=lambda name: np.median(seconds[name]), default=None)
+
+
+def take_turns(functions, rounds, quick):
+    """Seconds of each round of each function: see `experiment.interleaved_times`."""
+    if quick:
+        return experiment.interleaved_times(functions, QUICK_ROUNDS, QUICK_WARM_UPS)
+    return experiment.interleaved_times(functions, rounds, WARM_UPS)
+
+
+def milliseconds(seconds, parts=1):
+    """Median and quartiles of the time of a part, as two cells of a table."""
+    low, median, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75)) / parts
+    return [f'{median:,.2f}', f'{low:,.2f} to {high:,.2f}']
 
 
 def load_torch():
-    """The PyTorch side, with as many threads as we have devices; ends the command without it."""
+    """The PyTorch side, with a thread a core; ends the command where there is no PyTorch."""
     try:
         import torch
 
@@ -137,142 +146,138 @@ def load_torch():
 # Training.
 
 
-def train_groups(quick):
+def training_groups(quick):
     """Workloads, in groups that have turns with each other."""
-    recipes = [
-        [('small', workloads.small(), workloads.CHARACTERS)],
+    characters, pieces = workloads.CHARACTERS, (workloads.WORD_PIECES,) * 2
+    groups = (
+        [('small', workloads.small(), characters)],
         [
-            ('baby', workloads.baby(), workloads.CHARACTERS),
-            ('baby', workloads.baby('bfloat16'), workloads.CHARACTERS),
+            ('baby', workloads.baby('float32'), characters),
+            ('baby', workloads.baby('bfloat16'), characters),
         ],
-        [('Transformer-Tiny', workloads.transformer_tiny(), (workloads.WORD_PIECES,) * 2)],
-    ]
+        [('Transformer-Tiny', workloads.transformer_tiny(), pieces)],
+    )
     return [
         [
-            workloads.make_workload(
-                f'{name}, {c.model.dtype}', workloads.shrunk(c) if quick else c, vocab_size
-            )
+            workloads.make_workload(name, workloads.shrunk(c) if quick else c, vocab_size)
             for name, c, vocab_size in group
         ]
-        for group in recipes
+        for group in groups
     ]
 
 
-def time_train(quick, torch_models):
+def time_training(quick, torch_models):
     rows, numbers, seconds = [], {}, {}
-    for group in train_groups(quick):
-        sides = {workload.name: make_sides(workload, torch_models) for workload in group}
-        calls = {(name, side): f for name, own in sides.items() for side, f in own.items()}
-        dtypes = {workload.dtype for workload in group}
-        products = make_products(dtypes, quick, torch_models)
-        times = timed(calls | products, quick, rounds=12)
-        peaks = peaks_of(times, products, quick)
+    for group in training_groups(quick):
+        calls = {
+            (workload.name, side): call
+            for workload in group
+            for side, call in make_sides(workload, torch_models).items()
+        }
+        products = make_products({workload.dtype for workload in group}, quick, torch_models)
+        times = take_turns(calls | products, 12, quick)
         for workload in group:
-            own = {side: times[workload.name, side] for side in sides[workload.name]}
+            peaks = peak_flops(times, workload.dtype, quick)
+            own = {side: x for (name, side), x in times.items() if name == workload.name}
+            losses = {side: float(calls[workload.name, side]()) for side in own}
             seconds[workload.name] = own
-            losses = {side: float(f()) for side, f in sides[workload.name].items()}
-            rows += train_rows(workload, own, peaks, losses)
+            rows += training_rows(workload, own, losses, max(peaks.values()))
             numbers[workload.name] = {
                 'seconds_per_call': own,
                 'steps_per_call': workload.config.train.steps_per_call,
                 'tokens_per_call': workload.tokens_per_call,
                 'flops_per_call': workload.flops_per_call,
-                'peak_flops': peaks[workload.dtype],
+                'peak_flops': peaks,
                 'losses': losses,
             }
-    headers = ['model', 'side', 'step, ms', 'quartiles', 'tokens/s', 'GFLOP/s']
-    headers += ['of the peak', 'loss']
     return Part(
-        [('Training', headers, rows), peak_table(numbers)],
+        [('Training', TRAINING_HEADERS, rows), peak_table(numbers)],
         numbers,
-        compare_train(seconds, numbers),
+        compare_training(seconds, numbers),
     )
 
 
 def make_sides(workload, torch_models):
     """{side: its train call}: all from the same parameters, on the same batches."""
-    ours = workloads.Training(workload)
+    ours = workloads.Training(workloads.make_program(workload), seeds=[0])
     sides = {OURS: ours}
-    if torch_models:
+    if torch_models is not None:
         config = workload.config
-        params = jax.tree.map(np.asarray, nnx.to_pure_dict(ours.params))
-        schedule = make_schedule(config.optim, config.train.steps)
-        rates = np.asarray(jax.vmap(schedule)(np.arange(config.train.steps))).tolist()
+        params = jax.tree.map(np.asarray, nnx.to_pure_dict(ours.program.init(0).params))
+        steps = np.arange(config.train.steps)
+        rates = jax.vmap(make_schedule(config.optim, config.train.steps))(steps).tolist()
         for form in TORCH_FORMS:
             module = torch_models.MODELS[config.model.family](config.model, workload.vocab_size)
             module.load(params)
-            count = sum(x.size for x in jax.tree.leaves(params))
-            assert torch_models.num_parameters(module) == count, workload.name
+            num_parameters = sum(x.size for x in jax.tree.leaves(params))
+            assert torch_models.num_parameters(module) == num_parameters, workload.name
             sides[form] = torch_models.Training(
                 config, module, ours.batches, rates, compiled=form == COMPILED
             )
     return sides
 
 
-def train_rows(workload, seconds, peaks, losses):
+TRAINING_HEADERS = ['model', 'side', 'step, ms', 'quartiles', 'tokens/s', 'GFLOP/s', 'of the peak']
+TRAINING_HEADERS += ['loss']
+
+
+def training_rows(workload, seconds, losses, peak):
     rows = []
     for side, values in seconds.items():
-        low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-        steps = workload.config.train.steps_per_call
+        median = np.median(values)
         flops = workload.flops_per_call / median
         rows.append(
             [
                 workload.name,
                 side,
-                f'{1e3 * median / steps:,.1f}',
-                f'{1e3 * low / steps:,.1f} to {1e3 * high / steps:,.1f}',
+                *milliseconds(values, workload.config.train.steps_per_call),
                 f'{workload.tokens_per_call / median:,.0f}',
                 f'{flops / 1e9:,.0f}',
-                f'{flops / max(peaks[workload.dtype].values()):.0%}',
+                f'{flops / peak:.0%}',
                 f'{losses[side]:.4f}',
             ]
         )
     return rows
 
 
-def compare_train(seconds, numbers):
+def compare_training(seconds, numbers):
     """The rows of training in the table of bounds."""
     bounds = {'small, float32': 1.3, 'baby, float32': 1.0, 'Transformer-Tiny, float32': 1.3}
     found = []
     for name, own in seconds.items():
-        if torch_form := fastest(own, [form for form in TORCH_FORMS if form in own]):
-            values = ratios(own[torch_form], own[OURS])
-            what = f'training tokens/s, {name}, ours / {torch_form}'
-            found.append(Comparison(what, values, bounds.get(name)))
-    single, half = (seconds[f'baby, {dtype}'][OURS] for dtype in ('float32', 'bfloat16'))
-    peak, half_peak = (
-        max(numbers[f'baby, {dtype}']['peak_flops'].values()) for dtype in ('float32', 'bfloat16')
-    )
-    # The bound is for processors with units for bfloat16, such as AMX.
+        if form := fastest(own, TORCH_FORMS):
+            what = f'training tokens/s, {name}, ours / {form}'
+            found.append(Comparison(what, ratios(own, form, OURS), bounds.get(name)))
+    single, half = (f'baby, {dtype}' for dtype in ('float32', 'bfloat16'))
+    peak, half_peak = (max(numbers[name]['peak_flops'].values()) for name in (single, half))
+    by_dtype = {name: seconds[name][OURS] for name in (single, half)}
+    # The bound is for processors that have units for it, such as AMX.
     bound = 1.5 if half_peak > 1.5 * peak else None
     what = 'training tokens/s, baby, our bfloat16 / our float32'
-    return [*found, Comparison(what, ratios(single, half), bound)]
+    return [*found, Comparison(what, ratios(by_dtype, single, half), bound)]
 
 
-# The machine's own peak.
+# The peak of the machine.
 
 
 def product_size(quick):
-    return 256 if quick else 2048 if jax.default_backend() == 'cpu' else 8192
+    return 128 if quick else 2048 if jax.default_backend() == 'cpu' else 8192
 
 
 def make_products(dtypes, quick, torch_models):
     """{(dtype, library): a call of a large product}."""
-    size = product_size(quick)
-    products = {(dtype, 'jax'): workloads.make_product(dtype, size) for dtype in dtypes}
-    if torch_models:
-        for dtype in dtypes:
-            products[dtype, 'PyTorch'] = torch_models.make_product(dtype, size)
-    return products
+    libraries = {'JAX': workloads} | ({} if torch_models is None else {'PyTorch': torch_models})
+    return {
+        (dtype, name): library.make_product(dtype, product_size(quick))
+        for dtype in sorted(dtypes)
+        for name, library in libraries.items()
+    }
 
 
-def peaks_of(seconds, products, quick):
-    """{dtype: {library: FLOP/s of its fastest round}}."""
-    peaks = {}
-    for dtype, library in products:
-        flops = 2 * product_size(quick) ** 3 / seconds[dtype, library].min()
-        peaks.setdefault(dtype, {})[library] = flops
-    return peaks
+def peak_flops(seconds, dtype, quick):
+    """{library: FLOP/s of the fastest round of its product}."""
+    flops = 2 * product_size(quick) ** 3
+    return {library: flops / x.min() for (kind, library), x in seconds.items() if kind == dtype}
 
 
 def peak_table(numbers):
@@ -281,12 +286,7 @@ def peak_table(numbers):
         for name, own in numbers.items()
         for library, flops in own['peak_flops'].items()
     ]
-    return 'The peak: a large product, the fastest round', ['among', 'library', 'GFLOP/s'], rows
-
-
-def timed(functions, quick, rounds):
-    """Seconds of each round of functions that have turns."""
-    return experiment.interleaved_times(functions, 2 if quick else rounds, 1 if quick else 2)
+    return 'The peak: the fastest round of a large product', ['model', 'library', 'GFLOP/s'], rows
 
 
 # Attention.
@@ -294,49 +294,290 @@ def timed(functions, quick, rounds):
 
 def time_attention(quick, torch_models):
     shape_BTHK = (8, 32, 2, 8) if quick else (16, 256, 6, 64)
-    functions = {name: attention_call(name, shape_BTHK) for name in ('auto', 'plain')}
-    if torch_models:
-        functions['PyTorch'] = torch_models.make_attention(shape_BTHK)
-    seconds = timed(functions, quick, rounds=30)
-    # Plain attention's, whoever skips or recomputes what.
-    flops = 2 * multiply_adds(attention_pass('plain'), *[jnp.zeros(shape_BTHK)] * 4)
-    rows = []
-    for name, values in seconds.items():
-        low, median, high = 1e3 * np.quantile(values, (0.25, 0.5, 0.75))
-        rows.append([name, f'{median:,.2f}', f'{low:,.2f} to {high:,.2f}', f'{flops / median / 1e6:,.0f}'])
-    sizes = ' × '.join(map(str, shape_BTHK))
-    comparisons = [
-        Comparison(
-            'attention, forward and backward, time of auto / plain',
-            ratios(seconds['auto'], seconds['plain']),
-            0.6,
-            at_most=True,
-        )
+    calls = {name: workloads.make_attention(name, shape_BTHK) for name in ('auto', 'plain')}
+    if torch_models is not None:
+        calls['PyTorch'] = torch_models.make_attention(shape_BTHK)
+    seconds = take_turns(calls, 30, quick)
+    flops = workloads.attention_flops(shape_BTHK)
+    rows = [
+        [name, *milliseconds(values), f'{flops / np.median(values) / 1e9:,.0f}']
+        for name, values in seconds.items()
     ]
-    if torch_models:
-        values = ratios(seconds['auto'], seconds['PyTorch'])
-        what = 'attention, forward and backward, time of auto / PyTorch'
-        comparisons.append(Comparison(what, values))
+    title = f'Attention, {" × ".join(map(str, shape_BTHK))}, causal, float32, forward and backward'
+    what = 'attention forward + backward, time of auto / '
+    comparisons = [Comparison(f'{what}plain', ratios(seconds, 'auto', 'plain'), 0.6, at_most=True)]
+    if torch_models is not None:
+        comparisons.append(Comparison(f'{what}PyTorch', ratios(seconds, 'auto', 'PyTorch')))
     return Part(
-        [(f'Causal attention, {sizes}, float32', ['form', 'ms', 'quartiles', 'GFLOP/s'], rows)],
+        [(title, ['form', 'ms', 'quartiles', 'GFLOP/s'], rows)],
         {'shape_BTHK': shape_BTHK, 'flops': flops, 'seconds': seconds},
         comparisons,
     )
 
 
-def attention_pass(implementation):
-    def forward_backward(q_BTHK, k_BSHK, v_BSHK, dy_BTHK):
-        attend = functools.partial(
-            dot_product_attention, causal=True, implementation=implementation
+# Decoding.
+
+
+def time_decoding(quick, torch_models):
+    num_tokens = 12 if quick else 256
+    recipe = workloads.shrunk(workloads.small()) if quick else workloads.small()
+    workload = workloads.make_workload('small', recipe, workloads.CHARACTERS)
+    rows, numbers, comparisons = [], {}, []
+    for batch_size in (1, 16):
+        ours = workloads.Generation(workload, batch_size, num_tokens)
+        calls = {OURS: ours}
+        if torch_models is not None:
+            gpt = torch_models.GPT(workload.config.model, workload.vocab_size)
+            gpt.load(jax.tree.map(np.asarray, nnx.to_pure_dict(ours.params)))
+            calls |= torch_models.make_generations(gpt, batch_size, num_tokens)
+        seconds = take_turns(calls, 10, quick)
+        numbers[f'batch {batch_size}'] = {'num_tokens': num_tokens, 'seconds': seconds}
+        for side, values in seconds.items():
+            speed = batch_size * num_tokens / np.median(values)
+            rows.append([f'{batch_size}', side, *milliseconds(values, num_tokens), f'{speed:,.0f}'])
+        for how, bound in (('without a cache', 10), ('with a cache', 3)):
+            if form := fastest(seconds, [name for name in seconds if how in name]):
+                what = f'generation, small, batch {batch_size}, ours / {form}'
+                asked = bound if batch_size == 1 else None
+                comparisons.append(Comparison(what, ratios(seconds, form, OURS), asked))
+    headers = ['batch', 'side', 'token of each text, ms', 'quartiles', 'tokens/s']
+    title = f'Generation, small, {num_tokens} tokens behind one'
+    return Part([(title, headers, rows)], numbers, comparisons)
+
+
+# Seeds.
+
+
+def time_seeds(quick, torch_models=None):
+    del torch_models  # it has nothing of the kind
+    recipe = workloads.shrunk(workloads.small()) if quick else workloads.small()
+    workload = workloads.make_workload('small', recipe, workloads.CHARACTERS)
+    single = workloads.make_program(workload)
+    counts, calls = (1, 2, 4, 8), {}
+    for E in counts:
+        seeds = [workloads.Training(single, [seed]) for seed in range(E)]
+        calls[E, 'one at a time'] = lambda seeds=seeds: [
+            jax.block_until_ready(train()) for train in seeds
+        ]
+        if E > 1:
+            program = workloads.make_program(workload, num_seeds=E)
+            calls[E, 'one program'] = workloads.Training(program, range(E))
+    seconds = take_turns(calls, 8, quick)
+    steps = workload.config.train.steps_per_call
+    rows = [
+        [f'{E}', how, *milliseconds(values, E * steps), f'{E * steps / np.median(values):,.1f}']
+        for (E, how), values in seconds.items()
+    ]
+    comparisons = [
+        Comparison(
+            f'seeds/s, {E} in one program / one at a time',
+            ratios(seconds, (E, 'one at a time'), (E, 'one program')),
         )
-        y_BTHK, backward = jax.vjp(attend, q_BTHK, k_BSHK, v_BSHK)
-        return y_BTHK, backward(dy_BTHK)
+        for E in counts[1:]
+    ]
+    title = f'Seeds of small, in one program by {program.mode}'
+    headers = ['seeds', 'trained', 'step of a seed, ms', 'quartiles', 'steps/s of all']
+    numbers = {f'{E} seeds, {how}': values for (E, how), values in seconds.items()}
+    return Part(
+        [(title, headers, rows)],
+        {'mode': program.mode, 'steps_per_call': steps, 'seconds_per_call': numbers},
+        comparisons,
+    )
 
-    return forward_backward
+
+# The start of a command.
 
 
-def attention_call(implementation, shape_BTHK):
-    """A forward and backward pass, the batch shared by the devices as in a train step."""
-    cores = len(jax.devices())
-    devices = jax.devices()[: sharding.devices_for_cores(cores, {shape_BTHK[0]})]
-    ...
+def time_startup(quick, torch_models=None):
+    del torch_models
+    with tempfile.TemporaryDirectory() as directory:
+        directory = pathlib.Path(directory)
+        # The first of them fills the cache of compiled programs, and prepares the text if need be.
+        seconds = [
+            seconds_to_first_step(directory / f'{i}', cache=directory / 'cache')
+            for i in range(1 + (1 if quick else 5))
+        ]
+    cold, warm = seconds[0], np.array(seconds[1:])
+    what = 'command to first step, warm cache, configs/heads_sweep.py:quick, seconds'
+    comparison = Comparison(what, warm, 10, at_most=True)
+    rows = [['cold', f'{cold:.1f}'], ['warm', f'{comparison}']]
+    return Part(
+        [('Seconds from the command to its first line of metrics', ['cache', 'seconds'], rows)],
+        {'cold_seconds': cold, 'warm_seconds': warm},
+        [comparison],
+    )
+
+
+def seconds_to_first_step(workdir, cache):
+    """Until the command has written the first metrics, a call of steps; then it is stopped."""
+    command = [sys.executable, '-m', 'minigpt_jax.train', '--config=configs/heads_sweep.py:quick']
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [*command, f'--workdir={workdir}'],
+        cwd=pathlib.Path(__file__).parent.parent,
+        env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not any(x.stat().st_size for x in workdir.glob('points/*/seed-*/metrics.jsonl')):
+            if process.poll() is not None:
+                raise RuntimeError(f'{" ".join(command)}: ended with status {process.returncode}')
+            time.sleep(0.01)
+        return time.monotonic() - started
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# A GPU.
+
+
+def time_gpu(quick, torch_models=None):
+    del torch_models
+    parts = (time_gpt2(quick), time_cost_curve(quick), time_seeds(quick))
+    return Part(
+        [table for part in parts for table in part.tables],
+        dict(zip(('gpt2', 'cost_curve', 'seeds'), (part.numbers for part in parts), strict=True)),
+        [comparison for part in parts for comparison in part.comparisons],
+    )
+
+
+def time_gpt2(quick):
+    workload, call = largest_that_fits(quick)
+    times = take_turns(
+        {(workload.name, OURS): call} | make_products({workload.dtype}, quick, None), 10, quick
+    )
+    peaks = peak_flops(times, workload.dtype, quick)
+    own = {OURS: times[workload.name, OURS]}
+    title = f'Training, {workload.config.data.batch_size} × {workload.config.model.context_length}'
+    rows = training_rows(workload, own, {OURS: float(call())}, max(peaks.values()))
+    numbers = {
+        'batch_size': workload.config.data.batch_size,
+        'seconds_per_call': own,
+        'tokens_per_call': workload.tokens_per_call,
+        'flops_per_call': workload.flops_per_call,
+        'peak_flops': peaks,
+    }
+    return Part(
+        [(title, TRAINING_HEADERS, rows), peak_table({workload.name: numbers})], numbers, []
+    )
+
+
+def largest_that_fits(quick, batch_size=64):
+    """(workload, its train call) of GPT-2, the batch the largest power of two that fits."""
+    from experiments.cost_curve import device_memory  # its flags are not those of this command
+
+    while batch_size:
+        recipe = workloads.gpt2(batch_size)
+        workload = workloads.make_workload(
+            'GPT-2, 124 M', workloads.shrunk(recipe) if quick else recipe, workloads.GPT2_TOKENS
+        )
+        try:
+            program = workloads.make_program(workload)
+            needed, free = program.peak_memory_mb, device_memory()[1] / 2**20
+            if needed <= free:
+                call = workloads.Training(program, [0])
+                jax.block_until_ready(call())
+                return workload, call
+            share, reason = free / needed, f'needs {needed:,.0f} MiB of {free:,.0f} free'
+        except jax.errors.JaxRuntimeError as error:
+            if 'RESOURCE_EXHAUSTED' not in str(error):
+                raise
+            share, reason = 0.5, 'runs out of memory'
+        print(f'{workload.name}, batch {batch_size}: not run, {reason}', flush=True)
+        # Each try is compiled, which takes long: what cannot fit is not tried.
+        fitting = int(batch_size * share)
+        batch_size = min(batch_size // 2, 1 << fitting.bit_length() - 1 if fitting else 0)
+    cli.fail('--part=gpu: not one text of GPT-2 fits into the memory of this GPU')
+
+
+def time_cost_curve(quick):
+    from experiments import cost_curve
+
+    lengths = (16, 32) if quick else (128, 512, 2048, 4096, 8192, 16_384)
+    results = cost_curve.time_lengths(lengths, cost_curve.BATCH, WARM_UPS, cost_curve.ROUNDS)
+    return Part(cost_curve.make_tables(results)[:1], results, [])
+
+
+# All of it.
+
+PARTS = {
+    'train': time_training,
+    'attention': time_attention,
+    'decode': time_decoding,
+    'seeds': time_seeds,
+    'startup': time_startup,
+    'gpu': time_gpu,
+}
+
+
+def measure(setting):
+    names = dict.fromkeys(_PARTS.value)
+    if 'gpu' in names and jax.default_backend() != 'gpu':
+        cli.fail(f'--part=gpu: jax sees no GPU here, only {jax.devices()[0].device_kind}')
+    torch_models = load_torch() if _VS.value else None
+    found = {}
+    for name in names:
+        print(f'==== {name}', flush=True)
+        found[name] = PARTS[name](setting.quick, torch_models)
+    comparisons = [x for part in found.values() for x in part.comparisons]
+    rows = [[x.what, f'{x}', x.asked] for x in comparisons]
+    table = ('What is compared', ['figure', 'median (quartiles)', 'asked'], rows)
+    return experiment.Outcome(
+        tables=[*(x for part in found.values() for x in part.tables), table],
+        numbers={
+            'parts': {name: part.numbers for name, part in found.items()},
+            'comparisons': [
+                dataclasses.asdict(x) | {'quartiles': x.quartiles} for x in comparisons
+            ],
+        },
+        claims=judge(comparisons, setting.quick),
+        figure=draw(comparisons),
+    )
+
+
+def judge(comparisons, quick):
+    """A verdict on each comparison that has a bound; of --quick none is decided."""
+    return [
+        experiment.Claim(
+            source='bound',
+            text=comparison.what,
+            theirs=comparison.asked,
+            ours=f'{comparison}',
+            verdict='not decided' if quick else comparison.verdict,
+        )
+        for comparison in comparisons
+        if comparison.bound is not None
+    ]
+
+
+@styled
+def draw(comparisons):
+    """Each median with its quartiles, green where the bound is reached, and the bound as a line."""
+    figure = Figure(figsize=(10, 0.8 + 0.36 * max(1, len(comparisons))))
+    plot = figure.subplots()
+    colours = {'holds': PALETTE[2], 'does not hold': PALETTE[1], None: PALETTE[-1]}
+    for row, comparison in enumerate(comparisons):
+        low, median, high = comparison.quartiles
+        colour = colours[comparison.verdict]
+        plot.plot([low, high], [row, row], color=colour)
+        plot.plot(median, row, 'o', color=colour)
+        if comparison.bound is not None:
+            plot.plot([comparison.bound] * 2, [row - 0.4, row + 0.4], color=PALETTE[-2])
+            plot.annotate(
+                comparison.asked, (comparison.bound, row - 0.4), (2, -1), fontsize=7, va='top',
+                textcoords='offset points',
+            )  # fmt: skip
+    plot.set_yticks(range(len(comparisons)), [comparison.what for comparison in comparisons])
+    plot.invert_yaxis()
+    plot.axvline(1, color=PALETTE[-1], linestyle=':', linewidth=1)
+    plot.set_xscale('log')
+    plot.xaxis.set_major_formatter(StrMethodFormatter('{x:g}'))
+    plot.xaxis.set_minor_formatter(NullFormatter())
+    plot.set_xlabel('ratio, or seconds where it says so')
+    return figure
+
+
+if __name__ == '__main__':
+    experiment.run_command(__file__, measure)

@@ -221,6 +221,17 @@ def measure(setting):
         lengths = tuple(sorted({int(n) for n in _LENGTHS.value}))
     batch = _BATCH.value or (QUICK_BATCH if setting.quick else BATCH)
     warm_ups, rounds = (QUICK_WARM_UPS, QUICK_ROUNDS) if setting.quick else (WARM_UPS, ROUNDS)
+    results = time_lengths(lengths, batch, warm_ups, rounds)
+    return experiment.Outcome(
+        tables=make_tables(results),
+        numbers=results | {'theirs': THEIRS},
+        claims=judge(results),
+        figure=draw(results),
+    )
+
+
+def time_lengths(lengths, batch, warm_ups, rounds):
+    """Time and memory of every form at every length, where it fits: what is printed and drawn."""
     limit = device_memory()[0]
     memory, seconds, differences = {}, {}, {}
     for n in lengths:
@@ -263,13 +274,7 @@ def measure(setting):
         'temporary_ratio_without_projections': temporary_bytes(PLAIN, lengths[-1], batch)
         / temporary_bytes(BLOCKWISE, lengths[-1], batch),
     }
-    results['crossings'] = crossings(results)
-    return experiment.Outcome(
-        tables=make_tables(results),
-        numbers=results | {'theirs': THEIRS},
-        claims=judge(results),
-        figure=draw(results),
-    )
+    return results | {'crossings': crossings(results)}
 
 
 def crossings(results):

@@ -8,6 +8,7 @@ Tensor names: B batch, T length, S keys or length of a source, D width, H heads,
 V vocabulary, N new tokens.
 """
 
+import functools
 import warnings
 
 import numpy as np
@@ -120,7 +121,9 @@ class Translator(nn.Module):
     def __init__(self, model, vocab_sizes):
         super().__init__()
         self.embed = nn.Embedding(vocab_sizes[0], model.d_model)
-        self.register_buffer('positions_TD', sinusoidal_encoding(model.context_length, model.d_model))
+        self.register_buffer(
+            'positions_TD', sinusoidal_encoding(model.context_length, model.d_model)
+        )
         with warnings.catch_warnings():
             # That it has no nested tensors with norms before, which it would use in evaluation.
             warnings.simplefilter('ignore', UserWarning)
@@ -317,3 +320,40 @@ def _draw(logits_BV, temperature):
     if temperature == 0:
         return logits_BV.argmax(-1, keepdim=True)
     return torch.multinomial(F.softmax(logits_BV / temperature, dim=-1), 1)
+
+
+def make_generations(gpt, batch_size, num_tokens):
+    """{how: a call that writes texts behind one token}."""
+    prompt_BT = torch.zeros(batch_size, 1, dtype=torch.long)
+    # Without a cache every length is a shape; with one there are two, a token and half a context.
+    ways = {
+        'PyTorch without a cache': (generate, torch.compile(gpt.last_logits, dynamic=True)),
+        'PyTorch with a cache': (generate_cached, torch.compile(gpt.last_logits, dynamic=False)),
+    }
+    return {
+        f'{name}, {form}': functools.partial(write, last_logits, gpt, prompt_BT, num_tokens)
+        for name, (write, compiled) in ways.items()
+        for form, last_logits in (('eager', gpt.last_logits), ('compiled', compiled))
+    }
+
+
+# Products and attention alone.
+
+
+def make_product(dtype, size):
+    x_MI, w_IO = torch.randn(2, size, size).to(getattr(torch, dtype))
+    return functools.partial(torch.matmul, x_MI, w_IO)
+
+
+def make_attention(shape_BTHK):
+    """A forward and backward pass of causal attention, its heads split off as in `Attention`."""
+    q_BTHK, k_BSHK, v_BSHK = (torch.randn(shape_BTHK, requires_grad=True) for _ in range(3))
+    dy_BTHK = torch.randn(shape_BTHK)
+
+    def forward_backward():
+        heads_first = (x.transpose(1, 2) for x in (q_BTHK, k_BSHK, v_BSHK))
+        y_BHTK = F.scaled_dot_product_attention(*heads_first, is_causal=True)
+        y_BTHK = y_BHTK.transpose(1, 2)
+        return torch.autograd.grad(y_BTHK, (q_BTHK, k_BSHK, v_BSHK), dy_BTHK)
+
+    return forward_backward

@@ -1,9 +1,10 @@
-"""What `benchmark` trains and generates with on our side, as the commands of this project do it.
+"""What `benchmark` times on our side, as the commands of this project run it.
 
 Tensor names: B batch, T length, K steps of a call, M, I, O rows, inner and columns of a product.
 """
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -12,12 +13,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from configs import minigpt, multi30k
+from minigpt_jax.analysis.programs import multiply_adds
 from minigpt_jax.data.batches import TokenizedCorpus
 from minigpt_jax.data.pairs import EncodedPairs, TokenizedPairs
 from minigpt_jax.inference.decoding import generate
+from minigpt_jax.model.attention import dot_product_attention
 from minigpt_jax.model.kernels import product
 from minigpt_jax.model.transformer import flops_per_token
-from minigpt_jax.training import steps, sweep
+from minigpt_jax.training import sharding, steps, sweep
 from minigpt_jax.training.config import resolve
 from minigpt_jax.training.loop import Program
 
@@ -111,7 +114,7 @@ def make_workload(name, c, vocab_size):
     """The recipe as it trains on this machine: a CPU is as many devices as share its batches."""
     if jax.default_backend() == 'cpu':
         c.mesh.data = sweep.cpu_devices(c, len(jax.devices()))
-    return Workload(name, resolve(c), vocab_size)
+    return Workload(f'{name}, {c.model.dtype}', resolve(c), vocab_size)
 
 
 def make_corpus(workload):
@@ -138,21 +141,25 @@ def make_corpus(workload):
     return TokenizedPairs(train=pairs(batch_sizes[0]), validation=pairs(batch_sizes[1]), **about)
 
 
-class Training:
-    """Calls of the program that `minigpt_jax.train` makes of a workload, one after the other.
+def make_program(workload, num_seeds=1):
+    """The program that `minigpt_jax.train` makes of a workload."""
+    return Program(workload.config, make_corpus(workload), num_seeds)
 
-    Each call is `steps_per_call` steps in one dispatch, from a batch in the host's memory to the
-    metrics. The batch is the same every time: no thread prepares another while others have turns.
+
+class Training:
+    """Calls of a train program, one after the other, as the loop of `minigpt_jax.train` has them.
+
+    Each call is `steps_per_call` steps of every seed in one dispatch, from batches in the host's
+    memory to the metrics. The batches are the same every time: no thread prepares others while
+    somebody else has a turn.
     """
 
-    def __init__(self, workload, num_seeds=1):
-        self.program = Program(workload.config, make_corpus(workload), num_seeds)
-        seeds = range(num_seeds)
-        self.params = self.program.init(0).params
-        self.state = self.program.start([self.program.init(seed) for seed in seeds])
-        batches = [next(self.program.task.batches(seed, 0)) for seed in seeds]
+    def __init__(self, program, seeds):
+        self.program = program
+        self.state = program.start([program.init(seed) for seed in seeds])
+        batches = [next(program.task.batches(seed, 0)) for seed in seeds]
         self.batches = (
-            batches[0] if num_seeds == 1 else jax.tree.map(lambda *x: np.stack(x), *batches)
+            batches[0] if len(batches) == 1 else jax.tree.map(lambda *x: np.stack(x), *batches)
         )
 
     def __call__(self):
@@ -190,4 +197,31 @@ def make_product(dtype, size):
     """A call of x_MI · w_IO, both of size × size, by the kernel of this project's layers."""
     x_MI, w_IO = jax.random.normal(jax.random.key(0), (2, size, size)).astype(dtype)
     program = jax.jit(lambda x_MI, w_IO: product('MI,IO->MO', x_MI, w_IO, dtype))
-    return lambda: program(x_MI, w_IO)
+    return functools.partial(program, x_MI, w_IO)
+
+
+def make_attention(implementation, shape_BTHK):
+    """A call of `attention_pass`, the batch shared by the devices as in a train step."""
+    count = sharding.devices_for_cores(len(jax.devices()), {shape_BTHK[0]})
+    rows = sharding.batch_sharding(sharding.make_mesh(ConfigDict({'data': count})), leading_axes=0)
+    keys = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.device_put(jax.random.normal(key, shape_BTHK), rows) for key in keys]
+    program = jax.jit(attention_pass(implementation), in_shardings=rows, out_shardings=rows)
+    return functools.partial(program, *arrays)
+
+
+def attention_pass(implementation):
+    """(q_BTHK, k_BSHK, v_BSHK, dy_BTHK) -> (y_BTHK, their gradients), causal."""
+    attend = functools.partial(dot_product_attention, causal=True, implementation=implementation)
+
+    def forward_backward(q_BTHK, k_BSHK, v_BSHK, dy_BTHK):
+        y_BTHK, backward = jax.vjp(attend, q_BTHK, k_BSHK, v_BSHK)
+        return y_BTHK, backward(dy_BTHK)
+
+    return forward_backward
+
+
+def attention_flops(shape_BTHK):
+    """Those of plain attention, forward and backward, whoever skips or repeats some."""
+    x_BTHK = jax.ShapeDtypeStruct(shape_BTHK, jnp.float32)
+    return 2 * multiply_adds(attention_pass('plain'), *[x_BTHK] * 4)
