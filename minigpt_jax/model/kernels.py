@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,10 +140,8 @@ def may_attend(shape_BHTS, causal, q_offset, kv_lengths_B, segment_ids, mask):
     return allowed
 
 
-# At most so many queries or keys. By `experiments.cost_curve`, without a mask, a layer took 0.97,
-# 0.79 and 0.84 of the time of plain attention at n = 512, 1024 and 2048; in blocks of 128 it took
-# 1.15, 1.08 and 1.06 times as long.
-BLOCK = 512
+# Queries of a block, at most.
+BLOCK = 64
 
 
 def blockwise_attention(
@@ -158,207 +157,260 @@ def blockwise_attention(
     bias=None,
     block=BLOCK,
 ):
-    """`dot_product_attention` without its T × S scores: a block of them exists at a time.
+    """`dot_product_attention` without its B × H × T × S scores: a block of them exists at a time.
 
-    For each block of queries, the blocks of keys that causality and lengths leave are read one
-    after the other. The softmax goes along: with the largest score m so far, the sum of exp(s - m)
-    and of exp(s - m) v are kept, and rescaled when m grows. The backward pass is given y and the
-    logarithm of the sum of every row, and computes each block again. So memory grows with T + S,
-    unless there is a mask or a bias of T × S. A query that may attend to nothing gives zeros.
+    A block is some queries of a head, and all the keys that causality leaves them. Its scores are
+    made, used and forgotten. The backward pass is given y and the logarithm of the sum that each
+    row of weights was divided by, and makes the scores again. So memory grows with T + S, and by
+    one block. A query that may attend to nothing gives zeros.
+
+    Heads have turns, and on a CPU the texts of a batch too: what one head needs stays in the cache,
+    and its products are of plain matrices, which take half as long as batched ones.
 
     The arguments and the result are those of `dot_product_attention`; `block` is the largest number
-    of queries or keys in a block.
+    of queries in a block.
 
-    Source: Rabe and Staats 2021; Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
+    Source: Rabe and Staats 2021; Dao et al. 2022 (FlashAttention), algorithm 4.
     """
-    T, S = q_BTHK.shape[1], k_BSHK.shape[1]
-    by_queries, by_keys = _Blocks(T, block), _Blocks(S, block)
-    if by_keys.padding:
-        kv_lengths_B = jnp.minimum(S, S if kv_lengths_B is None else kv_lengths_B)
-        kv_lengths_B = jnp.broadcast_to(kv_lengths_B, len(k_BSHK))
-    if segment_ids is not None:
-        if not isinstance(segment_ids, tuple | list):
-            segment_ids = (segment_ids, segment_ids)
-        segment_ids = [
-            by.split(jnp.asarray(ids), axis=1)
-            for by, ids in zip((by_queries, by_keys), segment_ids, strict=True)
-        ]
-    if bias is not None:
-        bias = jnp.asarray(bias, jnp.float32)
+    B, T = q_BTHK.shape[:2]
+    # Texts at once: a CPU's devices share a batch in rows that follow each other, so one of each.
+    at_once = math.gcd(B, jax.device_count()) if jax.default_backend() == 'cpu' else B
+
+    def split(x):
+        """x with the texts at once as a new first axis, and that axis; None where all share it."""
+        if x is None or jnp.ndim(x) == 0 or len(x) < B:
+            return x, None
+        return x.reshape(at_once, -1, *x.shape[1:]), 0
+
+    ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
     conditions = {
         'q_offset': q_offset,
-        'kv_lengths_B': kv_lengths_B,
-        'segment_ids': segment_ids,
-        'mask': _pad_scores(mask, by_queries, by_keys),
+        'lengths_B': kv_lengths_B,
+        'ids_BT': ids[0],
+        'ids_BS': ids[1],
+        'mask_BHTS': _with_four_axes(mask),
     }
-    scaled_q_BTHK = q_BTHK * q_BTHK.shape[-1] ** -0.5
-    y_IBHTK = _attend_in_blocks(
-        causal,
-        by_queries.split(scaled_q_BTHK, axis=1).swapaxes(2, 3),
-        by_keys.split(k_BSHK, axis=1).swapaxes(2, 3),
-        by_keys.split(v_BSHK, axis=1).swapaxes(2, 3),
-        _pad_scores(bias, by_queries, by_keys),
-        conditions,
-    )
-    return by_queries.join(y_IBHTK.swapaxes(2, 3), axis=1)
+    conditions = {name: split(x) for name, x in conditions.items()}
+    condition_axes = {name: axis for name, (_, axis) in conditions.items()}
+    conditions = {name: x for name, (x, _) in conditions.items()}
+    operands = (q_BTHK, k_BSHK, v_BSHK, _with_four_axes(bias, jnp.float32))
+    arrays, axes = zip(*map(split, operands), strict=True)
+    # Only an offset that is not traced says which keys no query of a stage can see.
+    offset = q_offset if causal and isinstance(q_offset, int) else None
+    stages = make_stages(T, k_BSHK.shape[1], block, offset)
+    attend = functools.partial(_attend_in_blocks, (causal, stages))
+    y = jax.vmap(attend, (*axes, condition_axes))(*arrays, conditions)
+    return y.reshape(*q_BTHK.shape[:3], v_BSHK.shape[-1])
 
 
-class _Blocks:
-    """How an axis of some length is cut into blocks of one size, the last one padded."""
+class Stage(NamedTuple):
+    """`count` blocks of `size` queries, from `start` on, which all read the first `seen` keys.
 
-    def __init__(self, length, largest):
-        self.length = length
-        self.count = -(-length // largest)
-        self.size = -(-length // self.count)
-        self.padding = self.count * self.size - length
+    They are a loop: a program has a part for each stage, not for each block.
+    """
 
-    def pad(self, x, axis):
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, self.padding)
-        return jnp.pad(x, widths) if self.padding else x
-
-    def split(self, x, axis):
-        """The blocks along a new first axis."""
-        shape = (*x.shape[:axis], self.count, self.size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(self.pad(x, axis).reshape(shape), axis, 0)
-
-    def join(self, blocks, axis):
-        x = jnp.moveaxis(blocks, 0, axis)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-        return lax.slice_in_dim(x, 0, self.length, axis=axis)
+    start: int
+    size: int
+    count: int
+    seen: int
 
 
-def _pad_scores(x, by_queries, by_keys):
-    """A mask or bias with four axes, of which the last two are whole blocks, or 1."""
+def make_stages(T, S, block, offset):
+    """One stage, or with causal queries that stand at `offset` up to eight, which skip 7/16."""
+    size = min(T, block)
+    num_blocks = -(-T // size)
+    per_stage = num_blocks if offset is None else -(-num_blocks // 8)
+    stages = []
+    for first in range(0, num_blocks, per_stage):
+        count = min(per_stage, num_blocks - first)
+        seen = S if offset is None else min(S, offset + (first + count) * size)
+        stages.append(Stage(first * size, size, count, seen))
+    return tuple(stages)
+
+
+def _with_four_axes(x, dtype=None):
+    """A mask or bias as BHTS, with axes of length 1 for those that it lacks."""
     if x is None:
         return None
-    x = jnp.asarray(x)
-    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-    for axis, by in ((2, by_queries), (3, by_keys)):
-        x = by.pad(x, axis) if x.shape[axis] > 1 else x
+    x = jnp.asarray(x, dtype)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _pick(x, *index):
+    """x[index], where an axis of length 1 stands for all of its indices; None of None."""
+    for i in index if x is not None else ():
+        x = lax.dynamic_index_in_dim(x, i if x.shape[0] > 1 else 0, keepdims=False)
     return x
 
 
-def _block_of_scores(x_BHTS, T, S, i, j):
-    """Block (i, j) of a mask or bias that broadcasts to the scores: (block, where it starts)."""
-    start = [0, 0, i * T if x_BHTS.shape[2] > 1 else 0, j * S if x_BHTS.shape[3] > 1 else 0]
-    sizes = [*x_BHTS.shape[:2], min(T, x_BHTS.shape[2]), min(S, x_BHTS.shape[3])]
-    return lax.dynamic_slice(x_BHTS, start, sizes), start
+def _head(x_BTHK, b, h, start, size):
+    """Rows of a head, as (size, K); from the array itself: a part of a part is copied twice."""
+    x_TK = lax.dynamic_slice(x_BTHK, (b, start, h, 0), (1, size, 1, x_BTHK.shape[3]))
+    return x_TK.reshape(size, -1)
 
 
-def _scores(causal, q_BHTK, k_BHSK, bias, conditions, i, j):
-    """Scores of query block i and key block j in float32, -inf where they may not attend."""
-    T, S = q_BHTK.shape[2], k_BHSK.shape[2]
-    scores_BHTS = product('BHTK,BHSK->BHTS', q_BHTK, k_BHSK, k_BHSK.dtype)
-    mask, lengths_B, ids = (conditions[name] for name in ('mask', 'kv_lengths_B', 'segment_ids'))
-    if mask is not None:
-        mask, _ = _block_of_scores(mask, T, S, i, j)
-    if bias is not None:
-        # A bias of -inf masks by itself.
-        scores_BHTS += _block_of_scores(bias, T, S, i, j)[0]
-    allowed = may_attend(
-        scores_BHTS.shape,
-        causal,
-        conditions['q_offset'] + i * T - j * S,
-        None if lengths_B is None else lengths_B - j * S,
-        None if ids is None else (ids[0][i], ids[1][j]),
-        mask,
-    )
-    return scores_BHTS if allowed is None else jnp.where(allowed, scores_BHTS, -jnp.inf)
+def _with_head(x_BTHK, stages_TK, b, h):
+    """With the rows of all stages in the place of a head, without what fills up the last block."""
+    x_TK = jnp.concatenate(stages_TK)[: x_BTHK.shape[1]].astype(x_BTHK.dtype)
+    return lax.dynamic_update_slice(x_BTHK, x_TK[None, :, None], (b, 0, h, 0))
 
 
-def _num_key_blocks(causal, q_IBHTK, k_JBHSK, conditions, i):
-    """How many key blocks, from the first, the queries of block i may attend to at most."""
-    (_, _, _, T, _), (J, _, _, S, _) = q_IBHTK.shape, k_JBHSK.shape
-    end = J * S
-    if causal:
-        end = jnp.minimum(end, conditions['q_offset'] + (i + 1) * T)
-    if conditions['kv_lengths_B'] is not None:
-        end = jnp.minimum(end, conditions['kv_lengths_B'].max())
-    return (end + S - 1) // S
+def _rows_and_keys(stage, q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions, b, h):
+    """What belongs to the queries of a stage of a head, and what belongs to the keys they see."""
+    size = min(stage.size * stage.count, q_BTHK.shape[1] - stage.start)
+
+    def of_queries(x):
+        return x if x is None or len(x) == 1 else x[stage.start : stage.start + size]
+
+    rows = {
+        'q_TK': _head(q_BTHK, b, h, stage.start, size) * q_BTHK.shape[-1] ** -0.5,
+        'bias_TS': of_queries(_pick(bias_BHTS, b, h)),
+        'mask_TS': of_queries(_pick(conditions['mask_BHTS'], b, h)),
+        'ids_T': of_queries(_pick(conditions['ids_BT'], b)),
+    }
+    ids_S = _pick(conditions['ids_BS'], b)
+    keys = {
+        'k_SK': _head(k_BSHK, b, h, 0, stage.seen),
+        'v_SK': _head(v_BSHK, b, h, 0, stage.seen),
+        'ids_S': None if ids_S is None else ids_S[: stage.seen],
+        'length': _pick(conditions['lengths_B'], b),
+    }
+    return rows, keys
+
+
+def _scan_blocks(function, carry, stage, rows, q_offset):
+    """`function(carry, rows)` for each block of a stage: (carry, outputs one after another).
+
+    A block has the position of its first query among its rows.
+    """
+
+    def blocks(x):
+        size = min(stage.size, len(x))  # 1 is the same for all queries
+        x = jnp.pad(x, ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1)))
+        x = x.reshape(-1, size, *x.shape[1:])
+        return jnp.broadcast_to(x, (stage.count, *x.shape[1:]))
+
+    first = q_offset + stage.start + stage.size * jnp.arange(stage.count)
+    rows = jax.tree.map(blocks, rows) | {'position': first}
+    carry, outputs = lax.scan(function, carry, rows, unroll=stage.count == 1)
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+
+
+def _scores(causal, rows, keys):
+    """scores_TS of a block in float32, -inf where it may not attend."""
+    scores_TS = product('TK,SK->TS', rows['q_TK'], keys['k_SK'], keys['k_SK'].dtype)
+    T, S = scores_TS.shape
+    bias_TS, mask_TS = (None if rows[x] is None else rows[x][:, :S] for x in ('bias_TS', 'mask_TS'))
+    if bias_TS is not None:
+        scores_TS += bias_TS  # where it is -inf it masks by itself
+    ids = None if rows['ids_T'] is None else (rows['ids_T'][None], keys['ids_S'][None])
+    length_1 = None if keys['length'] is None else keys['length'][None]
+    allowed = may_attend((1, 1, T, S), causal, rows['position'], length_1, ids, mask_TS)
+    if allowed is None:
+        return scores_TS
+    return jnp.where(allowed.reshape(allowed.shape[-2:]), scores_TS, -jnp.inf)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_in_blocks(causal, q_IBHTK, k_JBHSK, v_JBHSK, bias, conditions):
-    """y_IBHTK of I blocks of T queries, already scaled, and J blocks of S keys."""
-    return _attend_forward(causal, q_IBHTK, k_JBHSK, v_JBHSK, bias, conditions)[0]
+def _attend_in_blocks(static, q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions):
+    """y_BTHK, one head after the other; `static` is (causal, stages)."""
+    return _attend_forward(static, q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions)[0]
 
 
-def _attend_forward(causal, q_IBHTK, k_JBHSK, v_JBHSK, bias, conditions):
-    def query_block(x):
-        i, q_BHTK = x
+def _attend_forward(static, q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions):
+    causal, stages = static
+    B, T, H, _ = q_BTHK.shape
 
-        def key_block(j, carry):
-            max_BHT1, sum_BHT1, y_BHTK = carry
-            scores_BHTS = _scores(causal, q_BHTK, k_JBHSK[j], bias, conditions, i, j)
-            new_max_BHT1 = jnp.maximum(max_BHT1, scores_BHTS.max(-1, keepdims=True))
-            weights_BHTS = jnp.exp(scores_BHTS - new_max_BHT1)
-            scale_BHT1 = jnp.exp(max_BHT1 - new_max_BHT1)
-            sum_BHT1 = sum_BHT1 * scale_BHT1 + weights_BHTS.sum(-1, keepdims=True)
-            y = product('BHTS,BHSK->BHTK', weights_BHTS, v_JBHSK[j], v_JBHSK.dtype)
-            return new_max_BHT1, sum_BHT1, y_BHTK * scale_BHT1 + y
-
+    def block(keys, _, rows):
+        scores_TS = _scores(causal, rows, keys)
         # The smallest number instead of -inf: two of those have no difference.
-        zeros_BHTK = jnp.zeros((*q_BHTK.shape[:-1], v_JBHSK.shape[-1]), jnp.float32)
-        zeros_BHT1 = zeros_BHTK[..., :1]
-        start = (zeros_BHT1 + jnp.finfo(jnp.float32).min, zeros_BHT1, zeros_BHTK)
-        end = _num_key_blocks(causal, q_IBHTK, k_JBHSK, conditions, i)
-        max_BHT1, sum_BHT1, y_BHTK = lax.fori_loop(0, end, key_block, start)
-        sees_nothing = sum_BHT1 == 0
-        sum_BHT1 = jnp.where(sees_nothing, 1, sum_BHT1)
-        # Where all scores are -inf, any finite logarithm makes their weights 0.
-        return y_BHTK / sum_BHT1, jnp.where(sees_nothing, 0, max_BHT1 + jnp.log(sum_BHT1))
+        max_T1 = scores_TS.max(-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+        weights_TS = jnp.exp(scores_TS - max_T1)
+        sum_T1 = weights_TS.sum(-1, keepdims=True)
+        sum_T1 = jnp.where(sum_T1 == 0, 1, sum_T1)  # of a query that sees nothing
+        y_TK = product('TS,SK->TK', weights_TS, keys['v_SK'], keys['v_SK'].dtype)
+        return None, (y_TK / sum_T1, max_T1 + jnp.log(sum_T1))
 
-    y_IBHTK, logsumexp_IBHT1 = lax.map(query_block, (jnp.arange(len(q_IBHTK)), q_IBHTK))
-    residuals = (q_IBHTK, k_JBHSK, v_JBHSK, bias, conditions, y_IBHTK, logsumexp_IBHT1)
-    return y_IBHTK, residuals
+    def head(turn, results):
+        b, h = turn // H, turn % H
+        found = []
+        for stage in stages:
+            rows, keys = _rows_and_keys(stage, q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions, b, h)
+            of_keys = functools.partial(block, keys)
+            found.append(_scan_blocks(of_keys, None, stage, rows, conditions['q_offset'])[1])
+        found = zip(*found, strict=True)
+        return tuple(_with_head(x, parts, b, h) for x, parts in zip(results, found, strict=True))
+
+    results = (jnp.zeros((B, T, H, v_BSHK.shape[-1])), jnp.zeros((B, T, H, 1)))
+    y_BTHK, logsumexp_BTH1 = lax.fori_loop(0, B * H, head, results)
+    return y_BTHK, (q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions, y_BTHK, logsumexp_BTH1)
 
 
-def _attend_backward(causal, residuals, dy_IBHTK):
+def _attend_backward(static, residuals, dy_BTHK):
     """With weights P = exp(s - logsumexp): dv = Pᵀ dy and ds = P ∘ (dy vᵀ - rowsum(dy ∘ y))."""
-    q_IBHTK, k_JBHSK, v_JBHSK, bias, conditions, y_IBHTK, logsumexp_IBHT1 = residuals
-    T, S = q_IBHTK.shape[3], k_JBHSK.shape[3]
-    k_dtype, v_dtype = k_JBHSK.dtype, v_JBHSK.dtype
-    mean_IBHT1 = (dy_IBHTK * y_IBHTK).sum(-1, keepdims=True)
+    q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions, y_BTHK, logsumexp_BTH1 = residuals
+    causal, stages = static
+    B, _, H, K = q_BTHK.shape
+    k_dtype, v_dtype = k_BSHK.dtype, v_BSHK.dtype
 
-    def query_block(carry, x):
-        i, q_BHTK, dy_BHTK, logsumexp_BHT1, mean_BHT1 = x
+    def block(keys, carry, rows):
+        dk_SK, dv_SK = carry
+        weights_TS = jnp.exp(_scores(causal, rows, keys) - rows['logsumexp_T1'])
+        dweights_TS = product('TK,SK->TS', rows['dy_TK'], keys['v_SK'], v_dtype)
+        dscores_TS = weights_TS * (dweights_TS - rows['mean_T1'])
+        dq_TK = product('TS,SK->TK', dscores_TS, keys['k_SK'], k_dtype)
+        dk_SK += product('TS,TK->SK', dscores_TS, rows['q_TK'], k_dtype)
+        dv_SK += product('TS,TK->SK', weights_TS, rows['dy_TK'], v_dtype)
+        summed = [] if bias_BHTS is None else [i for i in (0, 1) if bias_BHTS.shape[2 + i] == 1]
+        dbias_TS = None if bias_BHTS is None else dscores_TS.sum(summed, keepdims=True)
+        return (dk_SK, dv_SK), (dq_TK, dbias_TS)
 
-        def key_block(j, carry):
-            dq_BHTK, dk_JBHSK, dv_JBHSK, dbias = carry
-            scores_BHTS = _scores(causal, q_BHTK, k_JBHSK[j], bias, conditions, i, j)
-            weights_BHTS = jnp.exp(scores_BHTS - logsumexp_BHT1)
-            dweights_BHTS = product('BHTK,BHSK->BHTS', dy_BHTK, v_JBHSK[j], v_dtype)
-            dscores_BHTS = weights_BHTS * (dweights_BHTS - mean_BHT1)
-            dq_BHTK += product('BHTS,BHSK->BHTK', dscores_BHTS, k_JBHSK[j], k_dtype)
-            dk_BHSK = product('BHTS,BHTK->BHSK', dscores_BHTS, q_BHTK, k_dtype)
-            dv_BHSK = product('BHTS,BHTK->BHSK', weights_BHTS, dy_BHTK, v_dtype)
-            if bias is not None:
-                part, start = _block_of_scores(dbias, T, S, i, j)
-                summed = [axis for axis, size in enumerate(part.shape) if size == 1]
-                part += dscores_BHTS.sum(summed, keepdims=True)
-                dbias = lax.dynamic_update_slice(dbias, part, start)
-            return dq_BHTK, dk_JBHSK.at[j].add(dk_BHSK), dv_JBHSK.at[j].add(dv_BHSK), dbias
+    def head(turn, results):
+        b, h = turn // H, turn % H
+        dq, dk, dv, dbias = [], [], [], []
+        for stage in stages:
+            rows, keys = _rows_and_keys(stage, q_BTHK, k_BSHK, v_BSHK, bias_BHTS, conditions, b, h)
+            dy_TK, y_TK, logsumexp_T1 = (
+                _head(x, b, h, stage.start, len(rows['q_TK']))
+                for x in (dy_BTHK, y_BTHK, logsumexp_BTH1)
+            )
+            # A product: the sum along so short an axis takes ten times as long.
+            mean_T1 = (dy_TK * y_TK) @ jnp.ones((dy_TK.shape[1], 1))
+            rows |= {'dy_TK': dy_TK, 'logsumexp_T1': logsumexp_T1, 'mean_T1': mean_T1}
+            zeros = tuple(jnp.zeros(keys[x].shape) for x in ('k_SK', 'v_SK'))
+            (dk_SK, dv_SK), (dq_TK, dbias_TS) = _scan_blocks(
+                functools.partial(block, keys), zeros, stage, rows, conditions['q_offset']
+            )
+            dq.append(dq_TK * K**-0.5)
+            dk.append(_pad_keys(dk_SK, 0))
+            dv.append(_pad_keys(dv_SK, 0))
+            if dbias_TS is not None:
+                dbias.append(_pad_keys(dbias_TS, 1) if bias_BHTS.shape[3] > 1 else dbias_TS)
+        *results, dbias_BHTS = results
+        results = [
+            _with_head(x, part, b, h)
+            for x, part in zip(results, (dq, [sum(dk)], [sum(dv)]), strict=True)
+        ]
+        if dbias_BHTS is not None:
+            dbias_BHTS = _add_to_head(dbias_BHTS, jnp.concatenate(dbias), b, h)
+        return *results, dbias_BHTS
 
-        start = (jnp.zeros(q_BHTK.shape, jnp.float32), *carry)
-        end = _num_key_blocks(causal, q_IBHTK, k_JBHSK, conditions, i)
-        dq_BHTK, *carry = lax.fori_loop(0, end, key_block, start)
-        return tuple(carry), dq_BHTK
+    def _pad_keys(x, axis):
+        widths = [(0, 0), (0, 0)]
+        widths[axis] = (0, k_BSHK.shape[1] - x.shape[axis])
+        return jnp.pad(x, widths)
 
-    start = (
-        jnp.zeros(k_JBHSK.shape, jnp.float32),
-        jnp.zeros(v_JBHSK.shape, jnp.float32),
-        None if bias is None else jnp.zeros_like(bias),
-    )
-    blocks = (jnp.arange(len(q_IBHTK)), q_IBHTK, dy_IBHTK, logsumexp_IBHT1, mean_IBHT1)
-    (dk_JBHSK, dv_JBHSK, dbias), dq_IBHTK = lax.scan(query_block, start, blocks)
-    return (
-        dq_IBHTK.astype(q_IBHTK.dtype),
-        dk_JBHSK.astype(k_dtype),
-        dv_JBHSK.astype(v_dtype),
-        dbias,
-        None,
-    )
+    zeros = jax.tree.map(jnp.zeros_like, (q_BTHK, k_BSHK, v_BSHK, bias_BHTS))
+    return *lax.fori_loop(0, B * H, head, zeros), None
+
+
+def _add_to_head(x_BHTS, rows_TS, b, h):
+    """Adds to a head of a bias, or to what stands for several heads or queries."""
+    B, H, T, _ = x_BHTS.shape
+    rows_TS = rows_TS[:T] if T > 1 else rows_TS.sum(0, keepdims=True)
+    where = (b if B > 1 else 0, h if H > 1 else 0, 0, 0)
+    old = lax.dynamic_slice(x_BHTS, where, (1, 1, *rows_TS.shape))
+    return lax.dynamic_update_slice(x_BHTS, old + rows_TS, where)
 
 
 _attend_in_blocks.defvjp(_attend_forward, _attend_backward)
