@@ -38,7 +38,7 @@ DEVICE_OBSTACLES = {'cudnn': flash.cudnn_obstacle, 'pallas': flash.pallas_obstac
 # What 'auto' tries in turn on a platform, before 'plain': an implementation, and from how many
 # scores on, as the side of a square of T × S. Only those of the CPU have been measured.
 AUTO = {
-    'cpu': (('blockwise', 1024),),
+    'cpu': (('blockwise', 64),),
     'cuda': (('cudnn', 128), ('blockwise', 1024)),
     'tpu': (('pallas', 512), ('blockwise', 1024)),
 }
