@@ -38,7 +38,7 @@ DEVICE_OBSTACLES = {'cudnn': flash.cudnn_obstacle, 'pallas': flash.pallas_obstac
 # What 'auto' tries in turn on a platform, before 'plain': an implementation, and from how many
 # scores on, as the side of a square of T × S. Only those of the CPU have been measured.
 AUTO = {
-    'cpu': (('blockwise', 64),),
+    'cpu': (('blockwise', 128),),
     'cuda': (('cudnn', 128), ('blockwise', 1024)),
     'tpu': (('pallas', 512), ('blockwise', 1024)),
 }
@@ -384,8 +384,7 @@ class FusedMultiHeadAttention(nnx.Module):
 
     def remember(self, memory_BSD):
         """The keys and values of a memory, as a cache: {'k_BSHK', 'v_BSHK'}."""
-        kv_BS2HK = self.key_value(memory_BSD)
-        return self.attend.remember(kv_BS2HK[:, :, 0], kv_BS2HK[:, :, 1])
+        return self.attend.remember(*_parts(self.key_value(memory_BSD)))
 
     def __call__(
         self,
@@ -401,13 +400,11 @@ class FusedMultiHeadAttention(nnx.Module):
     ):
         weights_key, out_key = split_key(dropout_key, 2)
         if self.cross:
-            qkv = (self.query(x_BTD),)
+            qkv = [self.query(x_BTD)]
             if cache is None:
-                kv_BS2HK = self.key_value(memory_BSD)
-                qkv += tuple(kv_BS2HK[:, :, i] for i in range(2))
+                qkv += _parts(self.key_value(memory_BSD))
         else:
-            qkv_BT3HK = self.qkv(x_BTD)
-            qkv = tuple(qkv_BT3HK[:, :, i] for i in range(3))
+            qkv = _parts(self.qkv(x_BTD))
         y_BTHK, cache = self.attend(
             *qkv,
             kv_lengths_B=kv_lengths_B,
@@ -419,6 +416,11 @@ class FusedMultiHeadAttention(nnx.Module):
         )
         y_BTD = self.out(y_BTHK.reshape(x_BTD.shape))
         return dropout(y_BTD, self.dropout_rate, out_key), cache
+
+
+def _parts(x_BTNHK):
+    """[x_BTHK of each part]: a split, whose gradient is one array, where slices have N to add."""
+    return [x.squeeze(2) for x in jnp.split(x_BTNHK, x_BTNHK.shape[2], axis=2)]
 
 
 ATTENTION_FORMS = {'fused': FusedMultiHeadAttention, 'per_head': MultiHeadAttention}

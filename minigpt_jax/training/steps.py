@@ -172,23 +172,26 @@ def loss_and_gradient(losses, params, batch, key, parts=1):
       losses: (params, batch, key) -> (sum of losses, number of targets).
       batch: a dict of arrays whose first axis, B, `parts` divides.
     """
-    gradient = jax.value_and_grad(losses, has_aux=True)
     if parts == 1:
-        (total, count), grads = gradient(params, batch, key)
-    else:
-        # Part p takes rows p, p + parts, …: each device keeps its own rows.
-        split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+        total, backward, count = jax.vjp(lambda p: losses(p, batch, key), params, has_aux=True)
+        scale = 1 / jnp.maximum(count, 1)  # a batch of padding alone has a loss of 0
+        (grads,) = backward(scale)  # at its start: a division of the gradient reads all of it anew
+        return total * scale, grads
 
-        def add(sums, part):
-            index, rows = part
-            part_key = None if key is None else jax.random.fold_in(key, index)
-            (total, count), grads = gradient(params, rows, part_key)
-            return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+    # Part p takes rows p, p + parts, …: each device keeps its own rows.
+    gradient = jax.value_and_grad(losses, has_aux=True)
+    split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        zeros = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-        (total, count, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(parts), split))
-    count = jnp.maximum(count, 1)  # a batch of padding alone has a loss of 0
-    return total / count, jax.tree.map(lambda g: g / count, grads)
+    def add(sums, part):
+        index, rows = part
+        part_key = None if key is None else jax.random.fold_in(key, index)
+        (total, count), grads = gradient(params, rows, part_key)
+        return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+
+    zeros = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+    (total, count, grads), _ = jax.lax.scan(add, zeros, (jnp.arange(parts), split))
+    scale = 1 / jnp.maximum(count, 1)
+    return jax.tree.map(lambda x: x * scale, (total, grads))
 
 
 def layer_norms(grads):
