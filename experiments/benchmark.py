@@ -1,14 +1,16 @@
 """How fast this project is, beside PyTorch on the same machine and beside what the machine can do.
 
     python -m experiments.benchmark [--vs=torch] [--part=train,attention,decode,seeds,startup]
+    python -m experiments.benchmark [--vs=torch] --part=speedrun --text=FILE
     python -m experiments.benchmark --part=gpu      on one NVIDIA card, under 8 minutes
 
 Without --vs=torch only our own figures; it needs `pip install -e .[bench]` and, to compile, a C++
-compiler. About … minutes on two cores, which should have nothing else to do.
+compiler. Half an hour on two cores, which should have nothing else to do.
 
-All that is compared runs in one process and has turns, round by round. A ratio is taken in each
-round; printed are its median and its quartiles over the rounds, after two rounds to warm up. Our
-side is what the commands run: the train call of `minigpt_jax.train` (several steps in one dispatch,
+What train, attention, decode and seeds compare runs in one process and has turns, round by round.
+A ratio is taken in each round; printed are its median and its quartiles over the rounds, after two
+rounds to warm up. Startup and speedrun run commands, one after the other. Our side is what the
+commands run: the train call of `minigpt_jax.train` (several steps in one dispatch,
 a CPU's cores sharing the batch) and the loop of `minigpt_jax.sample`. PyTorch's side is in
 `torch_models`: the same function, which starts from our parameters and trains on our batches, so
 that both losses are the same; eager and compiled are both timed, and the faster one counts.
@@ -22,10 +24,13 @@ attention  forward and backward between given queries, keys and values, 16 × 25
 decode     256 tokens of small, of one text and of 16
 seeds      small for several seeds: in one program, and one at a time
 startup    the command for `configs/heads_sweep.py:quick` until its first line of metrics
+speedrun   the command for `configs/shakespeare_speedrun.py`, three seeds, FILE being tiny
+           Shakespeare; PyTorch trains the recipe of `configs/shakespeare_char.py`
 gpu        GPT-2 of 124 M parameters in bfloat16, the cost curve to n = 16384, seeds in one program
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import subprocess
@@ -40,23 +45,34 @@ from flax import nnx
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from configs import shakespeare_char, shakespeare_speedrun
 from experiments import workloads
 from minigpt_jax import cli, experiment
+from minigpt_jax.data.batches import load_tokenized
 from minigpt_jax.report.figures import PALETTE, styled
+from minigpt_jax.training.config import resolve
 from minigpt_jax.training.optim import make_schedule
+from minigpt_jax.training.steps import make_init
+from minigpt_jax.training.tasks import TASKS
 
 OURS = 'ours'
 EAGER, COMPILED = TORCH_FORMS = ('PyTorch, eager', 'PyTorch, compiled')
 DEFAULT_PARTS = ('train', 'attention', 'decode', 'seeds', 'startup')
 WARM_UPS, QUICK_WARM_UPS, QUICK_ROUNDS = 2, 1, 2
 
-_PARTS = flags.DEFINE_list('part', list(DEFAULT_PARTS), 'What to time; gpu has to be asked for.')
+_PARTS = flags.DEFINE_list(
+    'part', list(DEFAULT_PARTS), 'What to time; speedrun and gpu have to be asked for.'
+)
+_TEXT = flags.DEFINE_string('text', None, 'Of --part=speedrun: the file of tiny Shakespeare.')
 _VS = flags.DEFINE_enum('vs', None, ['torch'], 'Also time the same in this library.')
 
 
-@flags.validator('part', f'choose from {", ".join((*DEFAULT_PARTS, "gpu"))}')
+ALL_PARTS = (*DEFAULT_PARTS, 'speedrun', 'gpu')
+
+
+@flags.validator('part', f'choose from {", ".join(ALL_PARTS)}, each once')
 def _are_parts(names):
-    return bool(names) and set(names) <= {*DEFAULT_PARTS, 'gpu'}
+    return bool(names) and set(names) <= set(ALL_PARTS) and len(set(names)) == len(names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +191,7 @@ def time_training(quick, torch_models):
             for side, call in make_sides(workload, torch_models).items()
         }
         products = make_products({workload.dtype for workload in group}, quick, torch_models)
+        print(f'{", ".join(workload.name for workload in group)}: in turns', flush=True)
         times = take_turns(calls | products, 12, quick)
         for workload in group:
             peaks = peak_flops(times, workload.dtype, quick)
@@ -205,7 +222,7 @@ def make_sides(workload, torch_models):
         config = workload.config
         params = jax.tree.map(np.asarray, nnx.to_pure_dict(ours.program.init(0).params))
         steps = np.arange(config.train.steps)
-        rates = jax.vmap(make_schedule(config.optim, config.train.steps))(steps).tolist()
+        rates = make_schedule(config.optim, config.train.steps)(steps).tolist()
         for form in TORCH_FORMS:
             module = torch_models.MODELS[config.model.family](config.model, workload.vocab_size)
             module.load(params)
@@ -408,26 +425,119 @@ def time_startup(quick, torch_models=None):
     )
 
 
+def start_training(workdir, cache, *arguments):
+    """The process of a train command with a compilation cache of its own."""
+    with open(f'{workdir}.errors', 'wb') as errors:
+        return subprocess.Popen(
+            [sys.executable, '-m', 'minigpt_jax.train', f'--workdir={workdir}', *arguments],
+            cwd=pathlib.Path(__file__).parent.parent,
+            env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(cache)},
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+
+
+def fail_as(process, workdir):
+    """Ends this command with what that of a workdir said last."""
+    lines = pathlib.Path(f'{workdir}.errors').read_text(encoding='utf-8').splitlines()
+    cli.fail(f'{" ".join(process.args)}: {(lines or ["no metrics in 300 s"])[-1]}')
+
+
 def seconds_to_first_step(workdir, cache):
     """Until the command has written the first metrics, a call of steps; then it is stopped."""
-    command = [sys.executable, '-m', 'minigpt_jax.train', '--config=configs/heads_sweep.py:quick']
     started = time.monotonic()
-    process = subprocess.Popen(
-        [*command, f'--workdir={workdir}'],
-        cwd=pathlib.Path(__file__).parent.parent,
-        env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(cache)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_training(workdir, cache, '--config=configs/heads_sweep.py:quick')
     try:
         while not any(x.stat().st_size for x in workdir.glob('points/*/seed-*/metrics.jsonl')):
-            if process.poll() is not None:
-                raise RuntimeError(f'{" ".join(command)}: ended with status {process.returncode}')
+            if process.poll() is not None or time.monotonic() - started > 300:
+                fail_as(process, workdir)
             time.sleep(0.01)
         return time.monotonic() - started
     finally:
         process.terminate()
         process.wait()
+
+
+# Training to a quality.
+
+TARGET_LOSS = 1.90
+
+
+def time_speedrun(quick, torch_models):
+    """Seconds of training alone, without evaluation: our command, and PyTorch's 2000 steps."""
+    text = os.path.abspath(_TEXT.value)
+    with tempfile.TemporaryDirectory() as directory:
+        directory = pathlib.Path(directory)
+        # The first of them fills the cache of compiled programs.
+        runs = [
+            run_speedrun(directory / f'{i}', directory / 'cache', text, seed, quick)
+            for i, seed in enumerate((0,) if quick else (0, 0, 1, 2))
+        ]
+    warm = runs[1:] or runs
+    rows = [
+        [f'ours, seed {run["seed"]}', *(f'{run[x]:.1f}' for x in ('train_s', 'wall_s'))]
+        + [f'{run["val_loss"]:.4f}']
+        for run in runs
+    ]
+    rows[0][0] += ', no program compiled before'
+    theirs = {}
+    if torch_models is not None:
+        for form in TORCH_FORMS:
+            theirs[form] = torch_speedrun(torch_models, text, form == COMPILED, quick)
+            rows.append([form, f'{theirs[form][0]:.1f}', '', f'{theirs[form][1]:.4f}'])
+    headers = ['side', 'training, s', 'command, s', 'val_loss']
+    losses = np.array([run['val_loss'] for run in warm])
+    comparisons = [
+        Comparison('speedrun, val_loss, seeds 0 to 2', losses, TARGET_LOSS, at_most=True)
+    ]
+    if theirs:
+        form = min(theirs, key=lambda name: theirs[name][0])
+        ratio = np.array([run['train_s'] for run in warm]) / theirs[form][0]
+        what = f'speedrun, training time, ours / {form} (2000 steps)'
+        # Of a time to a loss that was not reached there is nothing to say.
+        bound = 0.4 if np.median(losses) <= TARGET_LOSS else None
+        comparisons.append(Comparison(what, ratio, bound, at_most=True))
+    numbers = {'runs': runs, 'torch': theirs}
+    return Part([('Tiny Shakespeare', headers, rows)], numbers, comparisons)
+
+
+def run_speedrun(workdir, cache, text, seed, quick):
+    """The summary of a run of the command, with `wall_s`, the seconds of the whole process."""
+    steps = 40 if quick else shakespeare_speedrun.get_config().train.steps  # beyond the warm-up
+    started = time.monotonic()
+    process = start_training(
+        workdir, cache, '--config=configs/shakespeare_speedrun.py', f'--config.data.path={text}',
+        f'--config.seed={seed}', f'--config.train.steps={steps}',
+    )  # fmt: skip
+    if process.wait():
+        fail_as(process, workdir)
+    summary = json.loads((workdir / 'summary.json').read_text(encoding='utf-8'))
+    return summary | {'wall_s': time.monotonic() - started}
+
+
+def torch_speedrun(torch_models, text, compiled, quick):
+    """(seconds of PyTorch's training, its validation loss) by the recipe of shakespeare_char."""
+    c = shakespeare_char.get_config()
+    c.data.path, c.sweep = text, ()
+    config = resolve(c)
+    corpus = load_tokenized(config.data)
+    task = TASKS['decoder'](config, corpus)
+    vocab_size = corpus.tokenizer.vocab_size
+    params = make_init(config, vocab_size)(0).params
+    module = torch_models.GPT(config.model, vocab_size)
+    module.load(jax.tree.map(np.asarray, nnx.to_pure_dict(params)))
+    steps = 40 if quick else config.train.steps
+    rates = [float(make_schedule(config.optim, config.train.steps)(step)) for step in range(steps)]
+    batches = task.batches(0, 0)
+    training = torch_models.Training(config, module, next(batches), rates, compiled=compiled)
+    training.warm_up()
+    seconds = 0.0
+    for _ in range(steps // config.train.steps_per_call):
+        started = time.monotonic()
+        training()
+        seconds += time.monotonic() - started
+        training.batches = next(batches)
+    return seconds, torch_models.validation_loss(module, *task.validation())
 
 
 # A GPU.
@@ -508,14 +618,21 @@ PARTS = {
     'decode': time_decoding,
     'seeds': time_seeds,
     'startup': time_startup,
+    'speedrun': time_speedrun,
     'gpu': time_gpu,
 }
 
 
 def measure(setting):
-    names = dict.fromkeys(_PARTS.value)
+    names = _PARTS.value
+    if _VS.value and jax.default_backend() != 'cpu':
+        cli.fail('--vs=torch: compares on a CPU; JAX_PLATFORMS=cpu leaves jax nothing else')
+    if _TEXT.value and 'speedrun' not in names:
+        cli.fail('--text: is of --part=speedrun')
     if 'gpu' in names and jax.default_backend() != 'gpu':
         cli.fail(f'--part=gpu: jax sees no GPU here, only {jax.devices()[0].device_kind}')
+    if 'speedrun' in names and not (_TEXT.value and os.path.isfile(_TEXT.value)):
+        cli.fail('--part=speedrun: --text=FILE names the file of tiny Shakespeare')
     torch_models = load_torch() if _VS.value else None
     found = {}
     for name in names:
@@ -579,5 +696,11 @@ def draw(comparisons):
     return figure
 
 
+def options():
+    """Parts that were asked for, and the other library: each choice has files of its own."""
+    chosen = {} if _PARTS.value == list(DEFAULT_PARTS) else {'part': '+'.join(_PARTS.value)}
+    return chosen | ({'vs': _VS.value} if _VS.value else {})
+
+
 if __name__ == '__main__':
-    experiment.run_command(__file__, measure)
+    experiment.run_command(__file__, measure, options)

@@ -267,6 +267,13 @@ class Training:
         num_steps = len(next(iter(self.batches.values())))
         return sum(self._step(k) for k in range(num_steps)) / num_steps
 
+    def warm_up(self):
+        """Compiles, and leaves the parameters as they were."""
+        batch = {name: torch.from_numpy(x[0]).long() for name, x in self.batches.items()}
+        with self.precision:
+            self.loss(batch).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def _step(self, k):
         batch = {name: torch.from_numpy(x[k]).long() for name, x in self.batches.items()}
         rate = next(self.rates)
@@ -281,6 +288,21 @@ class Training:
         return loss.item()
 
 
+@torch.inference_mode()
+def validation_loss(gpt, batches):
+    """Nats a token over batches with an axis N in front, where `mask_BT` says which count."""
+    total = count = 0
+    for tokens_BT1, mask_BT in zip(batches['tokens_BT1'], batches['mask_BT'], strict=True):
+        tokens_BT1, mask_BT = torch.from_numpy(tokens_BT1).long(), torch.from_numpy(mask_BT)
+        logits_BTV = gpt.logits(gpt(tokens_BT1[:, :-1]))
+        losses = F.cross_entropy(
+            logits_BTV.flatten(0, 1), tokens_BT1[:, 1:].flatten(), reduction='none'
+        )
+        total += losses[mask_BT.flatten()].sum().item()
+        count += mask_BT.sum().item()
+    return total / count
+
+
 # Generation.
 
 
@@ -292,7 +314,8 @@ def generate(last_logits, gpt, prompt_BT, num_tokens, temperature=1.0):
     """
     tokens_BT = prompt_BT
     for _ in range(num_tokens):
-        logits_BV = last_logits(tokens_BT[:, -gpt.context_length :])
+        # Of one stride whatever the length: torch.compile makes a program for each kind.
+        logits_BV = last_logits(tokens_BT[:, -gpt.context_length :].contiguous())
         tokens_BT = torch.cat([tokens_BT, _draw(logits_BV, temperature)], dim=1)
     return tokens_BT[:, -num_tokens:]
 

@@ -1,5 +1,6 @@
 """What every command shares: flags, one line for an error that a user can mend, devices."""
 
+import contextlib
 import math
 import os
 import pathlib
@@ -154,7 +155,9 @@ def cpu_cores():
 
 def use_cpu_devices(count):
     """Makes the CPU `count` devices, before jax looks for any; `XLA_FLAGS` may say otherwise."""
-    if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
+    if 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', ''):
+        return
+    with contextlib.suppress(RuntimeError):  # a kernel of a GPU or TPU was asked for, and looked
         jax.config.update('jax_num_cpu_devices', count)
 
 

@@ -286,14 +286,19 @@ def _scan_blocks(function, carry, stage, rows, q_offset):
     A block has the position of its first query among its rows.
     """
 
-    def blocks(x):
+    def blocks(name, x):
+        if x is None:
+            return None
         size = min(stage.size, len(x))  # 1 is the same for all queries
-        x = jnp.pad(x, ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1)))
+        # What fills up the last block is no query: its weights are made to be 0.
+        fill = jnp.inf if name == 'logsumexp_T1' else 0
+        widths = ((0, -len(x) % size), *((0, 0),) * (x.ndim - 1))
+        x = jnp.pad(x, widths, constant_values=fill)
         x = x.reshape(-1, size, *x.shape[1:])
         return jnp.broadcast_to(x, (stage.count, *x.shape[1:]))
 
     first = q_offset + stage.start + stage.size * jnp.arange(stage.count)
-    rows = jax.tree.map(blocks, rows) | {'position': first}
+    rows = {name: blocks(name, x) for name, x in rows.items()} | {'position': first}
     carry, outputs = lax.scan(function, carry, rows, unroll=stage.count == 1)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 

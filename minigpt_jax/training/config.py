@@ -16,6 +16,7 @@ from minigpt_jax.data.corpora import CORPORA
 from minigpt_jax.data.tokenizers import TOKENIZERS
 from minigpt_jax.model.attention import (
     ATTENTION_FORMS,
+    DEVICE_OBSTACLES,
     IMPLEMENTATIONS,
     WITHOUT_WEIGHTS,
     obstacle,
@@ -409,8 +410,13 @@ def _check_together(config):
 
 
 def attention_obstacle(config):
-    """Why `model.attention` cannot run here, or None."""
+    """Why `model.attention` cannot run here, or None.
+
+    Only a kernel that is for some device looks for devices: `cli` may still say how many there are.
+    """
     data, model, devices = config.data, config.model, config.mesh.data
+    if model.attention not in DEVICE_OBSTACLES:
+        return None
     demand = Demand(
         dtype=model.dtype,
         d_head=model.d_model // model.num_heads,

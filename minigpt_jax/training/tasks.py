@@ -147,7 +147,9 @@ class ContinueText:
     def columns(self, val_loss):
         """Columns of results.csv of this family alone; `val_loss` may be None."""
         corpus = self.corpus
-        if val_loss is None or corpus.unknown_share:
+        # Of packed documents the first token is not predicted: those bits are of no byte's text.
+        packed = self.config.data.pack_documents
+        if val_loss is None or corpus.unknown_share or packed:
             return {'bits_per_byte': None}
         (validation,) = self.validation()
         nats = val_loss * int(validation['mask_BT'].sum())

@@ -81,9 +81,7 @@ def test_bfloat16_is_held_to_its_bound_where_the_processor_has_units_for_it():
     seconds = {name: {OURS: np.array([x])} for name, x in zip(names, (3.0, 2.0), strict=True)}
     for half_peak, bound in ((200.0, None), (900.0, 1.5)):
         peaks = (230.0, half_peak)
-        numbers = {
-            name: {'peak_flops': {'JAX': x}} for name, x in zip(names, peaks, strict=True)
-        }
+        numbers = {name: {'peak_flops': {'JAX': x}} for name, x in zip(names, peaks, strict=True)}
         (comparison,) = benchmark.compare_training(seconds, numbers)
         assert comparison.values == 1.5
         assert comparison.bound == bound

@@ -207,8 +207,8 @@ WEIGHTS, OFFSET, SCORES = ({name: True} for name in ('needs_weights', 'has_offse
 @pytest.mark.parametrize(
     ('device', 'asked', 'taken'),
     [
-        ('cpu', demand(512), 'plain'),
-        ('cpu', demand(1024), 'blockwise'),
+        ('cpu', demand(127), 'plain'),
+        ('cpu', demand(128), 'blockwise'),
         ('cpu', demand(1024, **WEIGHTS), 'plain'),
         ('cpu', demand(1024, **OFFSET), 'blockwise'),
         ('cpu', demand(1024)._replace(lengths=(1, 4096)), 'plain'),
@@ -220,6 +220,7 @@ WEIGHTS, OFFSET, SCORES = ({name: True} for name in ('needs_weights', 'has_offse
         (HOPPER, demand(2048, 'bfloat16', **WEIGHTS), 'plain'),
         (HOPPER, demand(512, 'bfloat16', **SCORES), 'cudnn'),
         (HOPPER, demand(513, 'bfloat16', **SCORES), 'plain'),
+        (HOPPER, demand(1024, 'bfloat16', **SCORES), 'blockwise'),
         (HOPPER, demand(64, 'bfloat16'), 'plain'),
         (flash.Device('cuda', (7, 5)), demand(512, 'bfloat16'), 'plain'),
         (flash.Device('rocm'), demand(512, 'bfloat16'), 'plain'),
@@ -228,6 +229,7 @@ WEIGHTS, OFFSET, SCORES = ({name: True} for name in ('needs_weights', 'has_offse
         (TPU, demand(512, num_devices=8), 'plain'),
         (TPU, demand(2048, num_devices=8), 'blockwise'),
         (TPU, demand(256), 'plain'),
+        (flash.Device('metal'), demand(512), 'plain'),
     ],
 )
 def test_auto_takes_what_can_run(device, asked, taken, on):

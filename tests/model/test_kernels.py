@@ -125,6 +125,7 @@ CONDITIONS = {
     'bias': dict(bias=random_bias(B, H, T, S)),
     'bias of all rows': dict(bias=random_bias(H, T, S), causal=True),
     'bias of keys': dict(bias=random_bias(B, 1, 1, S)),
+    'large bias of keys': dict(bias=random_bias(B, 1, 1, S) + 100),
     'bias that masks': dict(
         bias=np.where(random_mask(1, H, T, S), random_bias(B, 1, T, S), -np.inf)
     ),
@@ -171,10 +172,12 @@ def with_gradients(attention, qkv, dy, bias, **arguments):
     return both(inputs, dy)
 
 
-# (conditions, dtype, block): blocks of 8 are three of queries, of 16 two, of 64 one.
+# (conditions, dtype, block): blocks of 8 are three of queries, of 16 two, of 64 one, and of 2 are
+# eleven: stages of two blocks, and the last one of one that is not full.
 CASES = [
     *((name, 'float32', 8) for name in CONDITIONS),
-    *((name, 'float32', block) for name in ('causal', 'all of them') for block in (16, 64)),
+    *((name, 'float32', block) for name in ('causal', 'all of them') for block in (2, 16, 64)),
+    ('behind a cache, bias', 'float32', 2),
     *((name, 'bfloat16', 8) for name in ('nothing', 'all of them', 'behind a cache, bias')),
 ]
 
@@ -183,7 +186,8 @@ CASES = [
 def test_blockwise_attention_equals_the_plain_one_with_gradients(name, dtype, block):
     qkv, dy, arguments = attention_inputs(CONDITIONS[name], dtype)
     bias = arguments.pop('bias', None)
-    plain = with_gradients(dot_product_attention, qkv, dy, bias, **arguments)
+    plain_attention = functools.partial(dot_product_attention, implementation='plain')
+    plain = with_gradients(plain_attention, qkv, dy, bias, **arguments)
     attention = functools.partial(blockwise_attention, block=block)
     ours = with_gradients(attention, qkv, dy, bias, **arguments)
     tolerance = dict(atol=5e-6) if dtype == 'float32' else dict(atol=0.06, rtol=0.03)
@@ -252,7 +256,7 @@ def test_key_blocks_that_causality_rules_out_are_never_read():
     q, k, v = qkv
     k, v = (
         x.at[:, 24:].set(jnp.nan) for x in (k, v)
-    )  # queries end in block 2 of 7 keys each, at 20
+    )  # the last block of queries is filled up to 24
     y, dq, *_ = with_gradients(
         functools.partial(blockwise_attention, block=8), (q, k, v), dy, None, causal=True
     )
