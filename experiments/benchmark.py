@@ -379,7 +379,7 @@ def time_seeds(quick, torch_models=None):
         if E > 1:
             program = workloads.make_program(workload, num_seeds=E)
             calls[E, 'one program'] = workloads.Training(program, range(E))
-    seconds = take_turns(calls, 8, quick)
+    seconds = take_turns(calls, 4, quick)
     steps = workload.config.train.steps_per_call
     rows = [
         [f'{E}', how, *milliseconds(values, E * steps), f'{E * steps / np.median(values):,.1f}']

@@ -72,7 +72,7 @@ def baby(dtype='float32'):
     c = minigpt.get_config()
     c.model.num_layers = c.model.num_heads = 6
     c.model.d_model, c.model.context_length, c.model.dtype = 384, 256, dtype
-    c.train.steps_per_call = 2  # a call takes a second or two, so that many take turns
+    c.train.steps_per_call = 1  # a call takes a second or two, so that many take turns
     return c
 
 

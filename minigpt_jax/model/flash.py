@@ -90,8 +90,10 @@ def cudnn_attention(
     bias, mask = _finite(bias, mask)
     can_see_nothing = any(x is not None for x in (kv_lengths_B, segment_ids, mask))
     allowed = may_attend(shape_BHTS, causal, 0, kv_lengths_B, segment_ids, mask)
+    q_lengths = None
     if kv_lengths_B is not None:
         kv_lengths_B = jnp.maximum(kv_lengths_B, 1).astype(jnp.int32)
+        q_lengths = jnp.int32(shape_BHTS[2])
     scores_mask = may_attend(shape_BHTS, False, 0, None, segment_ids, mask)
     if bias is not None:
         bias = bias.astype(q_BTHK.dtype)
@@ -111,6 +113,7 @@ def cudnn_attention(
         bias=own(bias, shape_BHTS),
         mask=own(scores_mask, shape_BHTS),
         is_causal=causal,
+        query_seq_lengths=own(q_lengths, shape_BHTS[:1]),
         key_value_seq_lengths=own(kv_lengths_B, shape_BHTS[:1]),
         implementation='cudnn',
     ).astype(jnp.float32)
