@@ -10,10 +10,13 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 
+from configs import shakespeare_speedrun
 from experiments import benchmark, cost_curve, workloads
 from experiments.benchmark import COMPILED, EAGER, OURS, Comparison
 from minigpt_jax import experiment
 from minigpt_jax.report import figures
+from minigpt_jax.training.config import resolve
+from minigpt_jax.training.steps import abstract_params
 
 SECONDS = {
     OURS: np.array([1.0, 2.0, 1.0, 1.0]),
@@ -247,6 +250,61 @@ def test_without_a_gpu_its_part_is_refused_before_anything_is_run(setting, monke
         benchmark.measure(setting)
     assert ended.value.code == 2
     assert capsys.readouterr().err == 'error: --part=gpu: jax sees no GPU here, only cpu\n'
+
+
+@flagsaver.flagsaver(part=['speedrun'], text=None)
+def test_a_speedrun_needs_its_text(setting, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.measure(setting)
+    assert ended.value.code == 2
+    assert '--text=FILE names the file of tiny Shakespeare' in capsys.readouterr().err
+
+
+@flagsaver.flagsaver(part=['speedrun'], text='shakespeare.txt')
+@pytest.mark.parametrize(('loss', 'bound'), [(1.89, 0.4), (1.91, None)])
+def test_a_time_to_a_loss_counts_where_the_loss_is_reached(loss, bound, monkeypatch):
+    runs = []
+
+    def run(workdir, cache, text, seed, quick):
+        runs.append(seed)
+        return {'seed': seed, 'train_s': 30.0, 'wall_s': 50.0, 'val_loss': loss}
+
+    monkeypatch.setattr(benchmark, 'run_speedrun', run)
+    times = {True: (100.0, 1.9), False: (120.0, 1.9)}
+    monkeypatch.setattr(
+        benchmark, 'torch_speedrun', lambda models, text, compiled, quick: times[compiled]
+    )
+    part = benchmark.time_speedrun(False, 'torch')
+    assert runs == [0, 0, 1, 2]  # the first compiles
+    reached, ratio = part.comparisons
+    assert reached.verdict == ('holds' if bound else 'does not hold')
+    assert (ratio.bound, list(ratio.values)) == (bound, [0.3] * 3)
+
+
+def test_the_recipe_of_a_speedrun_is_within_its_limits():
+    c = shakespeare_speedrun.get_config()
+    config = resolve(c)
+    assert config.model.context_length == 64
+    sizes = jax.tree.map(lambda x: x.size, abstract_params(config, workloads.CHARACTERS))
+    assert sum(jax.tree.leaves(sizes)) <= 900_000
+    c.train.steps = 40  # what --quick makes of it
+    resolve(c)
+
+
+def test_a_command_that_fails_is_quoted(tmp_path, capsys):
+    workdir = tmp_path / 'run'
+    process = benchmark.start_training(workdir, tmp_path / 'cache', '--config=nothing.py')
+    assert process.wait() == 2
+    with pytest.raises(SystemExit):
+        benchmark.fail_as(process, workdir)
+    assert 'nothing.py' in capsys.readouterr().err.splitlines()[-1]
+
+
+@flagsaver.flagsaver(part=['train', 'decode'], vs='torch')
+def test_each_choice_of_parts_has_files_of_its_own():
+    assert benchmark.options() == {'part': 'train+decode', 'vs': 'torch'}
+    flags.FLAGS.part = list(benchmark.DEFAULT_PARTS)
+    assert benchmark.options() == {'vs': 'torch'}
 
 
 @flagsaver.flagsaver(part=['attention', 'decode'])

@@ -1,8 +1,17 @@
 """Configurations: derived values, checks, and the line that each mistake gets."""
 
+import subprocess
+import sys
+
 import pytest
 
-from configs import heads_sweep, minigpt, shakespeare_char, translate_dates
+from configs import (
+    heads_sweep,
+    minigpt,
+    shakespeare_char,
+    shakespeare_speedrun,
+    translate_dates,
+)
 from minigpt_jax.training.config import (
     KEYS,
     ConfigError,
@@ -14,7 +23,10 @@ from minigpt_jax.training.config import (
 )
 from tests.conftest import tiny_config
 
-RECIPES = [recipe.get_config() for recipe in (minigpt, shakespeare_char, translate_dates)]
+RECIPES = [
+    recipe.get_config()
+    for recipe in (minigpt, shakespeare_char, shakespeare_speedrun, translate_dates)
+]
 RECIPES += [heads_sweep.get_config(variant) for variant in heads_sweep.VARIANTS]
 
 
@@ -159,3 +171,14 @@ def test_differences_leave_out_topology_axes_and_logging():
     assert differences(a, same) == {}
     other = with_values(a, {'model.num_heads': 4, 'seed': 3})
     assert differences(a, other) == {'model.num_heads': (2, 4), 'seed': (0, 3)}
+
+
+def test_a_configuration_is_read_before_jax_looks_for_devices():
+    """How many devices a CPU is follows from the configuration, and can be said only before."""
+    program = (
+        'from configs import heads_sweep; from minigpt_jax.training import sweep;'
+        'from jax._src import xla_bridge;'
+        'sweep.cpu_devices(heads_sweep.get_config(), 2);'
+        'assert not xla_bridge.backends_are_initialized()'
+    )
+    subprocess.run([sys.executable, '-c', program], check=True)
