@@ -131,9 +131,9 @@ def get_config(variant=''):
     c.optim.schedule = 'cosine'  # cosine, linear, constant, inverse_sqrt
     c.optim.warmup_steps = 100  # steps from a rate of 0 to the peak
     c.optim.final_learning_rate = 2e-4  # at the end; cosine and linear
-    c.optim.b1 = 0.9  # sgd: momentum
+    c.optim.b1 = 0.9  # sgd: momentum; the matrices of muon have 0.95
     c.optim.b2 = 0.99  # adamw, adam, muon (of what is no matrix)
-    c.optim.weight_decay = 0.1  # adamw: apart from the gradient; adam, sgd: an L2 penalty
+    c.optim.weight_decay = 0.1  # adamw, muon: apart from the gradient; adam, sgd: an L2 penalty
     c.optim.clip_norm = 1.0  # global gradient norm; 0: off
     # (path pattern, setting, factor): here, no decay of biases and of the scales of norms.
     c.optim.rules = (('.*(bias|scale)', 'weight_decay', 0.0),)

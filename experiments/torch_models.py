@@ -347,6 +347,8 @@ def _draw(logits_BV, temperature):
 
 def make_generations(gpt, batch_size, num_tokens):
     """{how: a call that writes texts behind one token}."""
+    # One function of few lengths, two batch sizes and both ways: more programs than dynamo allows.
+    torch._dynamo.config.recompile_limit = 64
     prompt_BT = torch.zeros(batch_size, 1, dtype=torch.long)
     # Without a cache every length is a shape; with one there are two, a token and half a context.
     ways = {

@@ -57,7 +57,7 @@ def make_optimizer(optim, total_steps):
     - sgd: -rate · m with m ← b1 · m + g + λ p: momentum (Polyak 1964), not Nesterov's; no part for
       b2 (Loshchilov and Hutter 2019, algorithm 1).
     - muon: the matrices of the blocks move by -rate · (0.2 √(max(in, out)) · O + λ p), where O is
-      the matrix next to their Nesterov momentum (0.95) that has no singular value but 1; all else
+      the matrix next to their Nesterov momentum (0.95) whose singular values are about 1; all else
       by adamw. The factor gives both the same size of a step, so that one rate serves (Jordan et
       al. 2024; Liu et al. 2025, section 2.2).
 
