@@ -84,8 +84,14 @@ def next_token_logits(logits_BV, temperature, top_k, top_p):
 
     Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p, "nucleus").
     """
-    V = logits_BV.shape[-1]
     logits_BV = logits_BV / jnp.where(temperature == 0, 1, temperature)
+    # Where all tokens stay nothing is sorted, which takes longer than a small model's token.
+    keeps_all = (top_k == 0) & (top_p >= 1)
+    return jax.lax.cond(keeps_all, lambda x, *_: x, _most_probable, logits_BV, top_k, top_p)
+
+
+def _most_probable(logits_BV, top_k, top_p):
+    V = logits_BV.shape[-1]
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     in_top_k = jnp.arange(V) < jnp.where(top_k == 0, V, top_k)
