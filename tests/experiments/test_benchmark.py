@@ -20,7 +20,7 @@ from minigpt_jax.training.steps import abstract_params
 
 SECONDS = {
     OURS: np.array([1.0, 2.0, 1.0, 1.0]),
-    EAGER: np.array([2.0, 3.0, 1.6, 1.8]),
+    EAGER: np.array([2.0, 3.0, 1.62, 1.8]),
     COMPILED: np.array([2.0, 9.0, 1.5, 1.5]),
 }
 
@@ -44,9 +44,9 @@ def setting(tmp_path):
 
 def test_a_ratio_is_of_the_times_of_one_round():
     comparison = Comparison('x', benchmark.ratios(SECONDS, EAGER, OURS))
-    np.testing.assert_allclose(comparison.values, [2.0, 1.5, 1.6, 1.8])
-    np.testing.assert_allclose(comparison.quartiles, [1.575, 1.7, 1.85])
-    assert f'{comparison}' == '1.7 (1.57 to 1.85)'
+    np.testing.assert_allclose(comparison.values, [2.0, 1.5, 1.62, 1.8])
+    np.testing.assert_allclose(comparison.quartiles, [1.59, 1.71, 1.85])
+    assert f'{comparison}' == '1.71 (1.59 to 1.85)'
 
 
 def test_the_faster_of_eager_and_compiled_counts():
