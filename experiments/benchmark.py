@@ -5,7 +5,8 @@
     python -m experiments.benchmark --part=gpu      on one NVIDIA card, under 8 minutes
 
 Without --vs=torch only our own figures; it needs `pip install -e .[bench]` and, to compile, a C++
-compiler. Half an hour on two cores, which should have nothing else to do.
+compiler. A quarter of an hour on two cores, which should have nothing else to do; the speedrun
+takes half of that again.
 
 What train, attention, decode and seeds compare runs in one process and has turns, round by round.
 A ratio is taken in each round; printed are its median and its quartiles over the rounds, after two

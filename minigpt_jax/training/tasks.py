@@ -151,8 +151,7 @@ class ContinueText:
         packed = self.config.data.pack_documents
         if val_loss is None or corpus.unknown_share or packed:
             return {'bits_per_byte': None}
-        (validation,) = self.validation()
-        nats = val_loss * int(validation['mask_BT'].sum())
+        nats = val_loss * (len(corpus.validation_tokens) - 1)
         return {'bits_per_byte': nats / math.log(2) / corpus.validation_bytes}
 
     def describe(self):
