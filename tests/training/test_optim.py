@@ -181,6 +181,6 @@ def test_muon_in_scanned_layers_is_muon_in_each():
     )
     for name in params[0]:
         for i in range(2):
-            np.testing.assert_allclose(
-                scanned['blocks'][name]['kernel'][i], apart['blocks'][i][name]['kernel'], rtol=1e-5
-            )
+            own, other = scanned['blocks'][name]['kernel'][i], apart['blocks'][i][name]['kernel']
+            # Sums of five Newton-Schulz steps: what rounding leaves is a share of the largest.
+            np.testing.assert_allclose(own, other, rtol=0, atol=1e-5 * np.abs(other).max())
