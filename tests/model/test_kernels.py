@@ -1,6 +1,7 @@
 """Kernels: the numbers of `lax.dot_general` and of plain attention, by other programs."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,57 @@ def test_equals_lax_with_gradients(x_shape, w_shape, axes):
     )
 
 
+def gradient_program(product, sizes=(6, 7)):
+    """The program of a weight's gradient, before XLA optimises it, as text."""
+    x, w = np.ones((8, 4, sizes[0]), np.float32), np.ones(sizes, np.float32)
+    loss = lambda w: product(x, w, (((2,), (0,)), ((), ()))).sum()  # noqa: E731
+    return jax.jit(jax.grad(loss)).lower(w)
+
+
 def test_the_weight_gradient_needs_no_transpose():
-    x, w = np.ones((8, 4, 6), np.float32), np.ones((6, 7), np.float32)
+    assert 'transpose' in gradient_program(lax.dot_general).as_text()
+    assert 'transpose' not in gradient_program(dot_general).as_text()
 
-    def gradient(product):
-        loss = lambda w: product(x, w, (((2,), (0,)), ((), ()))).sum()  # noqa: E731
-        return jax.jit(jax.grad(loss)).lower(w).as_text()
 
-    assert 'transpose' in gradient(lax.dot_general)
-    assert 'transpose' not in gradient(dot_general)
+def products_of(program):
+    """{shape of the result} of the products in a program that XLA has optimised."""
+    return set(re.findall(r'= (\w+\[[\d,]+\])\{[\d,]*\} dot\(', program.compile().as_text()))
+
+
+def test_the_longer_axis_of_a_weight_gradient_stands_last():
+    assert products_of(gradient_program(dot_general, (6, 7))) == {'f32[6,7]'}
+    assert products_of(gradient_program(dot_general, (7, 6))) == {'f32[6,7]'}
+
+
+@pytest.mark.parametrize('sizes', [(32, 64), (64, 32)])
+def test_bfloat16_weight_gradients_are_not_multiplied_in_float32(sizes):
+    # A product of float32 has its operands converted before; XLA fuses that, or names it.
+    program = gradient_program(dense_product('bfloat16'), sizes).compile().as_text()
+    (product,) = re.findall(r'.* dot\(.*', program)
+    operands = re.findall(r'%([\w.]+)', product.split(' dot(')[1].split(')')[0])
+    for name in operands:
+        (dtype,) = re.findall(rf'%{re.escape(name)} = (\w+)\[', program)
+        assert dtype == 'bf16'
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('sizes', [(6, 7), (7, 6)])
+def test_weight_gradients_under_vmap_and_twice(sizes, dtype):
+    rng = np.random.default_rng(0)
+    x_EMI = rng.standard_normal((3, 8, sizes[0])).astype(np.float32)
+    w_EIO = rng.standard_normal((3, *sizes)).astype(np.float32)
+
+    def loss(product):
+        return lambda x, w: (product(x, w, (((1,), (0,)), ((), ()))) ** 3).sum()
+
+    def both(product):
+        gradient = jax.grad(loss(product), 1)
+        twice = jax.grad(lambda x, w: (gradient(x, w) ** 2).sum(), 1)
+        return jax.jit(jax.vmap(lambda x, w: (gradient(x, w), twice(x, w))))(x_EMI, w_EIO)
+
+    tolerance = 1e-4 if dtype == 'float32' else 0.05
+    for ours, theirs in zip(both(dense_product(dtype)), both(lax.dot_general), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
 
 
 def test_other_contractions_are_refused():
