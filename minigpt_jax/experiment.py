@@ -175,11 +175,14 @@ def interleaved_times(functions, rounds, warm_ups=2):
     """Seconds of each round of each function, {name: array}, from {name: function}.
 
     The functions, which take nothing, have turns: whatever else slows the machine down slows all of
-    them alike. Results are waited for. The warm-ups, in which programs compile, are not counted.
+    them alike. Before each there is a pause, since the threads of the one before look for more work
+    for some milliseconds, on cores that the next one needs. Results are waited for. The warm-ups,
+    in which programs compile, are not counted.
     """
     seconds = {name: [] for name in functions}
     for _ in range(warm_ups + rounds):
         for name, function in functions.items():
+            time.sleep(0.05)
             started = time.perf_counter()
             jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - started)

@@ -79,10 +79,9 @@ def _weight_gradient(x_MI, w_IO, dy_MO, dtype, precision):
     again. bfloat16 products have to contract the last axis of the left operand: x is turned before.
     Left to itself, the compiler folds both transposes back into the product.
     """
-    I, O = w_IO.shape
     if dtype != 'float32':
         return _multiply('IM,MO->IO', _turned(x_MI, w_IO[0, 0]), dy_MO, dtype, precision)
-    if I > O:
+    if w_IO.shape[0] > w_IO.shape[1]:
         dw_OI = _multiply('MO,MI->OI', dy_MO, x_MI, dtype, precision)
         return lax.optimization_barrier(dw_OI).T
     return _multiply('MI,MO->IO', x_MI, dy_MO, dtype, precision)
