@@ -114,7 +114,7 @@ def test_sees_the_source_and_earlier_targets_alone_and_agrees_with_its_cache(
 
     scale = np.abs(logits_BTV).max()
     cached = decode_in_pieces(module, (0, 3, 4, 5, 6))  # a prompt of three, then token by token
-    np.testing.assert_allclose(cached, logits_BTV, atol=1e-5 * scale)
+    np.testing.assert_allclose(cached, logits_BTV, atol=1e-4 * scale)
 
 
 def test_the_content_of_padding_changes_nothing():
@@ -125,7 +125,7 @@ def test_the_content_of_padding_changes_nothing():
     np.testing.assert_array_equal(*logits)
     # Nor does its amount.
     short = module(source_BS[1:, :3], LENGTHS_B[1:], target_BT[1:])
-    np.testing.assert_allclose(short[0], logits[0][1], atol=1e-5)
+    np.testing.assert_allclose(short[0], logits[0][1], atol=1e-4)
     assert np.abs(module(source_BS, np.array([5, 5]), target_BT)[1] - logits[0][1]).max() > 1e-3
 
 
@@ -138,7 +138,7 @@ def test_with_a_zero_memory_the_source_does_not_matter(use_bias):
         module.decoder(target_BT, memory_BSD=0 * memory, memory_lengths_B=lengths)
         for memory, lengths in zip(memories, (LENGTHS_B, LENGTHS_B[::-1]), strict=True)
     )
-    np.testing.assert_allclose(first, second, atol=1e-4 if use_bias else 1e-6)
+    np.testing.assert_allclose(first, second, atol=1e-4 if use_bias else 1e-5)
 
 
 def test_encoding_once_and_again_at_every_step_agree():
@@ -147,7 +147,7 @@ def test_encoding_once_and_again_at_every_step_agree():
     again = [
         module(source_BS, LENGTHS_B, target_BT[:, : t + 1])[:, -1] for t in range(T)
     ]  # no cache, no memory kept
-    np.testing.assert_allclose(once, np.stack(again, axis=1), atol=1e-5)
+    np.testing.assert_allclose(once, np.stack(again, axis=1), atol=1e-4)
 
 
 def test_positions_do_not_act_between_the_texts():
@@ -159,7 +159,7 @@ def test_positions_do_not_act_between_the_texts():
         x_BTD = rng.standard_normal((B, T, 16)).astype(np.float32)
         y_BTD, _ = block.cross_attention(x_BTD, memory_BSD=memory_BSD)
         shuffled, _ = block.cross_attention(x_BTD, memory_BSD=memory_BSD[:, [3, 1, 4, 0, 2]])
-        np.testing.assert_allclose(y_BTD, shuffled, atol=1e-5)
+        np.testing.assert_allclose(y_BTD, shuffled, atol=1e-4)
 
 
 @pytest.mark.slow

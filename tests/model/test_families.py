@@ -75,7 +75,7 @@ def test_a_masked_model_has_the_parameters_of_a_decoder_and_other_outputs():
 def test_without_positions_an_image_is_a_set_of_patches():
     logits_BC = classifier(positions='none')(images_BTP)
     shuffled = images_BTP[:, [3, 1, 0, 2, 7, 6, 4, 5]]
-    np.testing.assert_allclose(classifier(positions='none')(shuffled), logits_BC, atol=1e-5)
+    np.testing.assert_allclose(classifier(positions='none')(shuffled), logits_BC, atol=1e-4)
     different = classifier()(images_BTP) - classifier()(shuffled)
     assert np.abs(different).max() > 1e-4
 

@@ -100,7 +100,7 @@ def test_tied_embeddings_are_the_output_layer_and_untied_ones_are_not(use_bias):
     assert sizes[1] - sizes[0] == V * 16 + use_bias * V
     x_BTD = np.random.default_rng(0).standard_normal((1, 2, 16)).astype(np.float32)
     table = np.asarray(tied.embed.embedding[...])
-    np.testing.assert_allclose(tied.logits(x_BTD), x_BTD @ table.T, atol=1e-6)
+    np.testing.assert_allclose(tied.logits(x_BTD), x_BTD @ table.T, atol=1e-5)
     if use_bias:
         untied.unembed.bias[...] = jnp.arange(V, dtype=jnp.float32)
     expected = x_BTD @ np.asarray(untied.unembed.kernel[...]) + use_bias * np.arange(V)
@@ -273,7 +273,7 @@ def test_remat_changes_no_numbers_and_computes_twice(values):
 def test_intermediates_are_what_they_say_in_both_forms(positions):
     model, params = build(num_layers=2, num_heads=4, positions=positions)
     logits_BTV, captured = nnx.merge(model, params)(tokens_BT, capture=CAPTURES)
-    np.testing.assert_allclose(logits_BTV, nnx.merge(model, params)(tokens_BT), atol=1e-6)
+    np.testing.assert_allclose(logits_BTV, nnx.merge(model, params)(tokens_BT), atol=1e-5)
     assert list(captured) == [0, 1]
     for own in captured.values():
         assert {name: x.shape for name, x in own.items()} == {
@@ -285,7 +285,7 @@ def test_intermediates_are_what_they_say_in_both_forms(positions):
         assert (np.triu(own['attention_weights'], 1) == 0).all()
     module = nnx.merge(model, params)
     last_BTD = module.final_norm(captured[1]['block_outputs'])
-    np.testing.assert_allclose(module.logits(last_BTD), logits_BTV, atol=1e-5)
+    np.testing.assert_allclose(module.logits(last_BTD), logits_BTV, atol=1e-4)
     x_BTD = captured[0]['block_outputs']
     heads_BTD = captured[1]['head_outputs'].reshape(2, 8, 16)
     block = module.blocks[1]

@@ -263,7 +263,7 @@ def test_accumulation_over_unequal_padding_equals_the_full_batch(parts):
     )
     (full, full_grads), (split, split_grads) = run(params, 1), run(params, parts)
     np.testing.assert_allclose(split, full, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_grads, full_grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), split_grads, full_grads)
     # The mean of the parts' means, the usual mistake, is far from it.
     means = [
         run_mean(losses, params, jax.tree.map(lambda x, p=p: x[p::parts], batch))
