@@ -60,6 +60,7 @@ OURS = 'ours'
 EAGER, COMPILED = TORCH_FORMS = ('PyTorch, eager', 'PyTorch, compiled')
 DEFAULT_PARTS = ('train', 'attention', 'decode', 'seeds', 'startup')
 WARM_UPS, QUICK_WARM_UPS, QUICK_ROUNDS = 2, 1, 2
+UNITS = 1.5  # times the rate of float32: from there on a processor has units for bfloat16
 
 _PARTS = flags.DEFINE_list(
     'part', list(DEFAULT_PARTS), 'What to time; speedrun and gpu have to be asked for.'
@@ -163,15 +164,12 @@ def load_torch():
 # Training.
 
 
-def training_groups(quick):
+def training_groups(quick, dtypes):
     """Workloads, in groups that have turns with each other."""
     characters, pieces = workloads.CHARACTERS, (workloads.WORD_PIECES,) * 2
     groups = (
         [('small', workloads.small(), characters)],
-        [
-            ('baby', workloads.baby('float32'), characters),
-            ('baby', workloads.baby('bfloat16'), characters),
-        ],
+        [('baby', workloads.baby(dtype), characters) for dtype in dtypes],
         [('Transformer-Tiny', workloads.transformer_tiny(), pieces)],
     )
     return [
@@ -185,7 +183,7 @@ def training_groups(quick):
 
 def time_training(quick, torch_models):
     rows, numbers, seconds = [], {}, {}
-    for group in training_groups(quick):
+    for group in training_groups(quick, dtypes_worth_timing(quick, torch_models)):
         calls = {
             (workload.name, side): call
             for workload in group
@@ -211,8 +209,25 @@ def time_training(quick, torch_models):
     return Part(
         [('Training', TRAINING_HEADERS, rows), peak_table(numbers)],
         numbers,
-        compare_training(seconds, numbers),
+        compare_training(seconds),
     )
+
+
+def dtypes_worth_timing(quick, torch_models):
+    """bfloat16 only where the processor has units for it, such as AMX; elsewhere it is no gain.
+
+    PyTorch alone would take an hour for it on a processor without.
+    """
+    dtypes = ('float32', 'bfloat16')
+    seconds = experiment.interleaved_times(make_products(set(dtypes), quick, torch_models), 3, 1)
+    single, half = (max(peak_flops(seconds, dtype, quick).values()) for dtype in dtypes)
+    if quick or half > UNITS * single:
+        return dtypes
+    print(
+        f'baby, bfloat16: not timed, since this processor has no units for it: a large product '
+        f'has {half / 1e9:,.0f} GFLOP/s, in float32 {single / 1e9:,.0f}'
+    )
+    return dtypes[:1]
 
 
 def make_sides(workload, torch_models):
@@ -258,7 +273,7 @@ def training_rows(workload, seconds, losses, peak):
     return rows
 
 
-def compare_training(seconds, numbers):
+def compare_training(seconds):
     """The rows of training in the table of bounds."""
     bounds = {'small, float32': 1.3, 'baby, float32': 1.0, 'Transformer-Tiny, float32': 1.3}
     found = []
@@ -267,12 +282,11 @@ def compare_training(seconds, numbers):
             what = f'training tokens/s, {name}, ours / {form}'
             found.append(Comparison(what, ratios(own, form, OURS), bounds.get(name)))
     single, half = (f'baby, {dtype}' for dtype in ('float32', 'bfloat16'))
-    peak, half_peak = (max(numbers[name]['peak_flops'].values()) for name in (single, half))
-    by_dtype = {name: seconds[name][OURS] for name in (single, half)}
-    # The bound is for processors that have units for it, such as AMX.
-    bound = 1.5 if half_peak > 1.5 * peak else None
-    what = 'training tokens/s, baby, our bfloat16 / our float32'
-    return [*found, Comparison(what, ratios(by_dtype, single, half), bound)]
+    if half in seconds:
+        by_dtype = {name: seconds[name][OURS] for name in (single, half)}
+        what = 'training tokens/s, baby, our bfloat16 / our float32'
+        found.append(Comparison(what, ratios(by_dtype, single, half), 1.5))
+    return found
 
 
 # The peak of the machine.
