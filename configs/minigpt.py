@@ -157,7 +157,14 @@ def get_config(variant=''):
     c.eval.sample_tokens = 300  # generated when training ends
 
     c.mesh = ConfigDict()
-    c.mesh.data = -1  # devices that share a batch; -1: all
+    # Devices along each axis; -1, of one axis alone: what the others leave.
+    c.mesh.data = -1  # share the rows of a batch
+    c.mesh.fsdp = 1  # share them too, and split parameters and optimizer state
+    c.mesh.tensor = 1  # split heads, hidden widths and vocabularies
+    c.mesh.seed = 1  # train seeds of their own
+    # What a dimension that the devices do not divide is: replicate (whole on each of them, as the
+    # printed table says), refuse
+    c.mesh.uneven = 'replicate'
 
     c.sweep = ()  # axes: (('model.num_heads', (1, 2, 4)), ('seed', (0, 1, 2)))
     return c

@@ -12,11 +12,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from minigpt_jax import cli
-from minigpt_jax.training import sweep
+from minigpt_jax.training import processes, sweep
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Recipe: FILE[:variant].')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Default: runs/<config>[-variant].')
 _PROFILE = flags.DEFINE_string('profile', None, 'Steps to trace, START:STOP.')
+_DISTRIBUTED = flags.DEFINE_string(
+    'distributed', 'off', 'Several processes: off, auto (TPU pod, SLURM), HOST:PORT,COUNT,INDEX.'
+)
 _POINT = flags.DEFINE_integer('point', None, 'Train only this point of the sweep, from 0.')
 
 
@@ -26,8 +29,11 @@ def main():
         cli.fail('--config is missing; for example --config=configs/heads_sweep.py')
     cli.use_compilation_cache()
     cli.use_cpu_devices(sweep.cpu_devices(config, cli.cpu_cores()))
-    cli.print_devices()
-    return sweep.run(config, _workdir(), _POINT.value, _profile())
+    processes.start(_DISTRIBUTED.value)
+    with processes.ending_together():
+        if processes.is_leader():
+            cli.print_devices()
+        return sweep.run(config, _workdir(), _POINT.value, _profile())
 
 
 def _profile():

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -116,6 +116,21 @@ def replacing(path: pathlib.Path) -> Iterator[Any]:
     os.replace(temporary, path)
 
 
+class Share(NamedTuple):
+    """What a host reads of every batch: from part `first` up to `last` of `of` equal parts."""
+
+    first: int = 0
+    last: int = 1
+    of: int = 1
+
+    def slice(self, batch_size: int) -> slice:
+        """Its rows of a batch."""
+        return slice(batch_size * self.first // self.of, batch_size * self.last // self.of)
+
+
+WHOLE = Share()
+
+
 def training_batches(
     tokens: np.ndarray,
     *,
@@ -124,6 +139,7 @@ def training_batches(
     seed: int,
     steps_per_call: int = 1,
     first_step: int = 0,
+    share: Share = WHOLE,
 ) -> Iterator[np.ndarray]:
     """Yields the batches of training, for ever, prepared ahead by a background thread.
 
@@ -139,14 +155,15 @@ def training_batches(
         seed: from 0 to 2**31 - 1.
         steps_per_call: K, steps of one element.
         first_step: step of the first element's first batch.
+        share: of the rows of each batch; only those are read.
 
     Returns:
-        An iterator of tokens_KBT1, int32, of shape (K, B, T + 1).
+        An iterator of tokens_KBT1, int32, of shape (K, B, T + 1), B being that of the share.
 
     Raises:
         DataError: there are fewer than T + 1 tokens. It is raised here, not by the iterator.
     """
-    steps = _windows(tokens, context_length, batch_size, seed)
+    steps = _windows(tokens, context_length, batch_size, seed, share)
     return prefetched(steps, steps_per_call, first_step)
 
 
@@ -171,16 +188,16 @@ def training_batch(
 
 
 def _windows(
-    tokens: np.ndarray, context_length: int, batch_size: int, seed: int
+    tokens: np.ndarray, context_length: int, batch_size: int, seed: int, share: Share = WHOLE
 ) -> grain.MapDataset:
     """The infinite data set whose element at `step` is tokens_BT1."""
     check_length(tokens, context_length, 'training')
     tokens = np.asarray(tokens)  # plain indexing; a memory map is not copied
-    offsets_T1 = np.arange(context_length + 1)
+    offsets_T1, own = np.arange(context_length + 1), share.slice(batch_size)
 
     # Grain permutes the starts, one number each; the windows of a batch are gathered in one go.
     return shuffled(len(tokens) - context_length, batch_size, seed).map(
-        lambda starts_B: tokens[starts_B[:, None] + offsets_T1].astype(np.int32)
+        lambda starts_B: tokens[starts_B[own, None] + offsets_T1].astype(np.int32)
     )
 
 
@@ -248,7 +265,12 @@ def check_length(tokens: np.ndarray, context_length: int, split: str) -> None:
 
 
 def hide_tokens(
-    tokens: np.ndarray, *, rate: float, tokenizer: Any, rng: np.random.Generator
+    tokens: np.ndarray,
+    *,
+    rate: float,
+    tokenizer: Any,
+    rng: np.random.Generator,
+    share: Share = WHOLE,
 ) -> dict[str, np.ndarray]:
     """Chooses tokens to be guessed, and hides most of them in the text.
 
@@ -260,14 +282,17 @@ def hide_tokens(
         rate: share of the tokens to choose, between 0 and 1.
         tokenizer: whose ids they are.
         rng: what the choice draws from.
+        share: what `tokens` are of a batch; what is hidden in them does not depend on it.
 
     Returns:
         tokens_BT with hidden tokens, targets_BT as they were, and mask_BT, True where chosen.
 
     Source: Devlin et al. 2019 (BERT), section 3.1 and appendix A.1.
     """
-    chosen, how = rng.random(tokens.shape) < rate, rng.random(tokens.shape)
-    others = rng.integers(tokenizer.first_id, tokenizer.vocab_size, tokens.shape, np.int32)
+    batch_size = len(tokens) * share.of // (share.last - share.first)
+    shape, own = (batch_size, *tokens.shape[1:]), share.slice(batch_size)
+    chosen, how = (rng.random(shape) < rate)[own], rng.random(shape)[own]
+    others = rng.integers(tokenizer.first_id, tokenizer.vocab_size, shape, np.int32)[own]
     hidden = np.where(how < 0.8, tokenizer.mask_id, np.where(how < 0.9, others, tokens))
     return {
         'tokens_BT': np.where(chosen, hidden, tokens).astype(np.int32),

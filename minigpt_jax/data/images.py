@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from minigpt_jax.data import DataError, corpora, tokenizers
-from minigpt_jax.data.batches import prefetched, shuffled
+from minigpt_jax.data.batches import WHOLE, Share, prefetched, shuffled
 
 Batch = dict[str, np.ndarray]  # patches_BTP, labels_B; of validation also mask_B
 
@@ -64,14 +64,21 @@ def load_images(data: Any) -> EncodedImages:
 
 
 def training_images(
-    images: Batch, *, batch_size: int, seed: int, steps_per_call: int = 1, first_step: int = 0
+    images: Batch,
+    *,
+    batch_size: int,
+    seed: int,
+    steps_per_call: int = 1,
+    first_step: int = 0,
+    share: Share = WHOLE,
 ) -> Iterator[Batch]:
     """Yields the batches of training, for ever, with a leading axis K, prepared ahead.
 
     The batch of a step depends on `seed` and the step alone. An epoch takes every image once, in
-    an order that depends on the seed and the epoch, and may end within a batch.
+    an order that depends on the seed and the epoch, and may end within a batch. Of each batch only
+    the rows of `share` are read.
     """
-    return prefetched(_batches(images, batch_size, seed), steps_per_call, first_step)
+    return prefetched(_batches(images, batch_size, seed, share), steps_per_call, first_step)
 
 
 def training_image_batch(images: Batch, *, batch_size: int, seed: int, step: int) -> Batch:
@@ -79,9 +86,10 @@ def training_image_batch(images: Batch, *, batch_size: int, seed: int, step: int
     return _batches(images, batch_size, seed)[step]
 
 
-def _batches(images, batch_size, seed):
+def _batches(images, batch_size, seed, share=WHOLE):
+    own = share.slice(batch_size)
     return shuffled(len(images['labels_B']), batch_size, seed).map(
-        lambda rows_B: {name: x[rows_B] for name, x in images.items()}
+        lambda rows_B: {name: x[rows_B[own]] for name, x in images.items()}
     )
 
 

@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from minigpt_jax.data import DataError, corpora, tokenizers
-from minigpt_jax.data.batches import prefetched, replacing
+from minigpt_jax.data.batches import WHOLE, Share, prefetched, replacing
 
 Batch = dict[str, np.ndarray]  # source_BS, source_lengths_B, target_BT1, target_lengths_B
 
@@ -259,11 +259,14 @@ class PairBatches:
     """The batch of each step, `batches[step]`: a function of the pairs, buckets, seed and step.
 
     An epoch takes every pair once, in batches of one bucket each, whose pairs and whose order
-    depend on the seed and the epoch. The last batch of a bucket is filled with rows of padding.
+    depend on the seed and the epoch. The last batch of a bucket is filled with rows of padding. Of
+    each batch only the rows of `share` are read.
     """
 
-    def __init__(self, pairs: EncodedPairs, buckets: Sequence[Bucket], seed: int):
-        self._pairs, self._buckets, self._seed = pairs, buckets, seed
+    def __init__(
+        self, pairs: EncodedPairs, buckets: Sequence[Bucket], seed: int, share: Share = WHOLE
+    ):
+        self._pairs, self._buckets, self._seed, self._share = pairs, buckets, seed, share
         self.epoch_length = sum(bucket.num_batches for bucket in buckets)
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
@@ -273,7 +276,8 @@ class PairBatches:
     def __getitem__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.epoch_length)
         bucket, rows = self._epoch(epoch)[index]
-        return gather(self._pairs, rows, bucket.S, bucket.T)
+        own = rows[self._share.slice(len(rows))]
+        return gather(self._pairs, own, bucket.S, bucket.T)
 
     def _make_epoch(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
         rng = np.random.default_rng([self._seed, epoch])
@@ -299,13 +303,14 @@ def training_pairs(
     seed: int,
     steps_per_call: int = 1,
     first_step: int = 0,
+    share: Share = WHOLE,
 ) -> Iterator[Batch]:
     """Yields the batches of training, for ever, with a leading axis K, prepared ahead.
 
     The batch of a step depends on `seed` and the step alone: see `PairBatches`. With
     `steps_per_call` above 1 all buckets must have one shape.
     """
-    steps = grain.MapDataset.source(PairBatches(pairs, buckets, seed))
+    steps = grain.MapDataset.source(PairBatches(pairs, buckets, seed, share))
     return prefetched(steps, steps_per_call, first_step)
 
 

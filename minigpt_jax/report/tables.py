@@ -306,15 +306,23 @@ def difference_text(comparison: statistics.Comparison, decimals: int) -> str:
     return text
 
 
-def parameter_table(parameters: Iterable[tuple[str, Sequence[int], int]]) -> str:
-    """For the start of training: a line a parameter (name, shape, count), and the total."""
+def parameter_table(parameters: Iterable[tuple[str, Sequence[int], int, str]]) -> str:
+    """For the start of training: a line a parameter, and the totals.
+
+    Args:
+        parameters: name, shape, how many of its numbers a device holds, and how it is split. Where
+            none is split, the last two are left out.
+    """
     parameters = list(parameters)
     rows = [
-        [name, ' × '.join(map(str, shape)) or 'scalar', f'{count:,}']
-        for name, shape, count in parameters
+        [name, ' × '.join(map(str, shape)) or 'scalar', f'{math.prod(shape):,}', f'{held:,}', split]
+        for name, shape, held, split in parameters
     ]
-    total = ['total', '', f'{sum(count for _, _, count in parameters):,}']
-    return terminal_table(['parameter', 'shape', 'count'], [*rows, total], text_columns=2)
+    total = sum(math.prod(shape) for _, shape, _, _ in parameters)
+    rows.append(['total', '', f'{total:,}', f'{sum(held for _, _, held, _ in parameters):,}', ''])
+    headers = ['parameter', 'shape', 'count', 'on a device', 'split']
+    shown = 5 if any(split for *_, split in parameters) else 3
+    return terminal_table(headers[:shown], [row[:shown] for row in rows], text_columns=2)
 
 
 def terminal_table(

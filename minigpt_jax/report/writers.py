@@ -73,13 +73,14 @@ class Progress:
       name: what stands in front, such as the point of a sweep.
       start, total: the first and the last step.
       every: seconds between plain lines.
+      shown: whether this process is the one that says it.
     """
 
-    def __init__(self, name, start, total, every=10.0):
+    def __init__(self, name, start, total, every=10.0, shown=True):
         self._name, self._start, self._total, self._every = name, start, total, every
         self._began = self._printed = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty():
+        self._bar, self._shown = None, shown
+        if shown and sys.stderr.isatty():
             self._bar = tqdm(
                 desc=name, initial=start, total=total, unit='step', leave=True, dynamic_ncols=True
             )
@@ -92,7 +93,7 @@ class Progress:
             self._bar.update(step - self._bar.n)
             return
         now = time.monotonic()
-        if now - self._printed < self._every and step < self._total:
+        if not self._shown or (now - self._printed < self._every and step < self._total):
             return
         self._printed = now
         left = (now - self._began) / max(1, step - self._start) * (self._total - step)

@@ -84,8 +84,11 @@ class Checkpoints:
         with self._naming_failures():
             self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
 
-    def restore(self, step, abstract_state):
-        """The state saved at `step`, in the structure of `abstract_state`, on the first device.
+    def restore(self, step, abstract_state, shardings=None):
+        """The state saved at `step`, in the structure of `abstract_state`.
+
+        It lies as `shardings`, a tree like it, say, or on the first device: whatever it lay on
+        when it was saved.
 
         Raises:
           DamagedError: if it cannot be read.
@@ -94,8 +97,12 @@ class Checkpoints:
         leaves, tree = jax.tree.flatten(abstract_state)
         names = list(_named(abstract_state))
         # Without a sharding of our own, Orbax wants the devices that the state was saved on.
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        targets = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for x in leaves]
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        own = [here] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+        targets = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+            for x, where in zip(leaves, own, strict=True)
+        ]
         args = ocp.args.StandardRestore(dict(zip(names, targets, strict=True)))
         # When one array cannot be read, the reads of the others end in tracebacks on stderr.
         with contextlib.redirect_stderr(io.StringIO()):
@@ -233,7 +240,7 @@ def load_run(workdir, average=1):
     return Run(config, tokenizer, model, params, numbers[0])
 
 
-def restore_newest(all_checkpoints, abstract_state):
+def restore_newest(all_checkpoints, abstract_state, shardings=None):
     """(step, [state of each]) at the newest step that all of these runs can be read at.
 
     An unreadable checkpoint is named and skipped. (0, None) where they have none in common.
@@ -244,10 +251,10 @@ def restore_newest(all_checkpoints, abstract_state):
     common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
     if not common and any(c.steps() for c in all_checkpoints):
         print('seeds without a checkpoint in common: they start again', file=sys.stderr, flush=True)
-    return next(_readable(all_checkpoints, abstract_state), (0, None))
+    return next(_readable(all_checkpoints, abstract_state, shardings), (0, None))
 
 
-def _readable(all_checkpoints, abstract_state):
+def _readable(all_checkpoints, abstract_state, shardings=None):
     """Yields (step, a state for each), newest first; those that cannot be read are named.
 
     Raises:
@@ -256,7 +263,7 @@ def _readable(all_checkpoints, abstract_state):
     error, found = None, False
     for step in sorted(set.intersection(*(set(c.steps()) for c in all_checkpoints)), reverse=True):
         try:
-            states = [c.restore(step, abstract_state) for c in all_checkpoints]
+            states = [c.restore(step, abstract_state, shardings) for c in all_checkpoints]
         except DamagedError as e:
             error = e
             print(f'{e}; trying the one before', file=sys.stderr, flush=True)

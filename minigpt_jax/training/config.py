@@ -3,6 +3,7 @@
 import difflib
 import importlib.metadata
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -31,6 +32,7 @@ from minigpt_jax.training.optim import OPTIMIZERS, SCHEDULES, check_rules
 VOCAB_SIZE = 4096  # of a tokenizer that is learned to a size, where none is given
 DTYPES = ('float32', 'bfloat16')
 SEED_MODES = ('auto', 'separate', 'map', 'vmap')
+UNEVEN = ('replicate', 'refuse')
 
 
 class ConfigError(ValueError):
@@ -166,6 +168,10 @@ KEYS = {
     'eval.sample_prompt': ((str, None), _anything),
     'eval.sample_tokens': (int, _not_negative),
     'mesh.data': (int, _devices),
+    'mesh.fsdp': (int, _devices),
+    'mesh.tensor': (int, _devices),
+    'mesh.seed': (int, _devices),
+    'mesh.uneven': (str, _one_of(UNEVEN)),
 }
 
 # A workdir of the same configuration is resumed. These may change without making it another one.
@@ -414,7 +420,8 @@ def attention_obstacle(config):
 
     Only a kernel that is for some device looks for devices: `cli` may still say how many there are.
     """
-    data, model, devices = config.data, config.model, config.mesh.data
+    data, model = config.data, config.model
+    axes = [config.mesh[axis] for axis in ('data', 'fsdp', 'tensor', 'seed')]
     if model.attention not in DEVICE_OBSTACLES:
         return None
     demand = Demand(
@@ -422,7 +429,7 @@ def attention_obstacle(config):
         d_head=model.d_model // model.num_heads,
         lengths=(model.context_length, model.context_length),
         has_scores=data.pack_documents or model.positions in ('alibi', 'relative'),
-        num_devices=jax.device_count() if devices == -1 else devices,
+        num_devices=jax.device_count() if -1 in axes else math.prod(axes),
     )
     return obstacle(model.attention, demand)
 

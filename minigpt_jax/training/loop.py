@@ -1,6 +1,7 @@
 """One run, or the runs of several seeds in one program: train, evaluate, save, resume, sample."""
 
 import contextlib
+import functools
 import math
 import statistics
 import time
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from minigpt_jax.data.batches import Share
 from minigpt_jax.model.transformer import flops_per_token
 from minigpt_jax.report.writers import Progress, RunWriter, read_lines
-from minigpt_jax.training import checkpoint, sharding, steps
+from minigpt_jax.training import checkpoint, processes, sharding, steps
 from minigpt_jax.training.config import DamagedError, write_json
 from minigpt_jax.training.optim import parameter_name
 from minigpt_jax.training.tasks import TASKS
@@ -32,20 +34,26 @@ class Program:
         self.config, self.corpus, self.num_seeds = config, corpus, num_seeds
         self.task = TASKS[config.model.family](config, corpus)
         self.mode = 'separate' if num_seeds == 1 else seed_mode(config)
-        self.mesh = sharding.make_mesh(config.mesh)
+        self.mesh = sharding.make_mesh(config.mesh, num_seeds=num_seeds)
         self.vocab_size = corpus.tokenizer.vocab_size
         self.model = steps.build_model(config, self.vocab_size)
-        self.init = steps.make_init(config, self.vocab_size)
-        self.abstract_state = jax.eval_shape(self.init, 0)
+        init = steps.make_init(config, self.vocab_size)
+        self.abstract_state = jax.eval_shape(init, 0)
+        # Of one seed, and of all of them, with an axis E in front where there are several.
+        self.seed_sharding = sharding.state_sharding(self.mesh, self.abstract_state)
+        self.state_sharding = sharding.state_sharding(
+            self.mesh, self.abstract_state, of_seeds=num_seeds > 1
+        )
+        self.batch_sharding = sharding.batch_sharding(
+            self.mesh, leading_axes=1 + (num_seeds > 1), of_seeds=num_seeds > 1
+        )
+        self.init = jax.jit(init, out_shardings=self.seed_sharding)
         self._compile()
 
     def _compile(self):
-        config = self.config
-        everywhere = sharding.replicated(self.mesh)
+        config, mesh, state_sharding = self.config, self.mesh, self.state_sharding
         seeds = () if self.num_seeds == 1 else (self.num_seeds,)
-        batch = sharding.batch_sharding(self.mesh, leading_axes=1 + len(seeds))
-        rows = sharding.batch_sharding(self.mesh, leading_axes=1)
-        self.state_sharding, self.batch_sharding = everywhere, batch
+        rows, of_seeds = sharding.batch_sharding(mesh, 1), sharding.seed_sharding(mesh, seeds)
 
         def of_all_seeds(tree):
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*seeds, *x.shape), x.dtype), tree)
@@ -54,24 +62,27 @@ class Program:
         shapes = {_shape(x): x for x in map(of_all_seeds, self.task.abstract_batches())}
         started = time.monotonic()
         train_call = jax.jit(
-            steps.make_train_call(config, self.model, self.mode, self.task.losses),
-            in_shardings=(everywhere, batch),
-            out_shardings=(everywhere, everywhere),
+            steps.make_train_call(config, self.model, self.mode, self.task.losses, mesh),
+            in_shardings=(state_sharding, self.batch_sharding),
+            out_shardings=(state_sharding, of_seeds),
             donate_argnums=0,
         )
         evaluate = jax.jit(
-            steps.make_evaluate(self.model, self.mode, self.task.losses),
-            in_shardings=(everywhere, rows),
-            out_shardings=everywhere,
+            steps.make_evaluate(self.model, self.mode, self.task.losses, mesh),
+            in_shardings=(state_sharding.params, rows),
+            out_shardings=of_seeds,
         )
         self.train_calls = {
             shape: train_call.lower(state, x).compile() for shape, x in shapes.items()
         }
         self._evaluates = [evaluate.lower(state.params, x).compile() for x in validation]
-        self._validation = jax.device_put(validation, rows)
+        self._validation = jax.tree.map(
+            lambda x: processes.place(x, rows, x.shape, whole=True), validation
+        )
         self.compile_s = time.monotonic() - started
+        seeds_a_device = self.num_seeds // mesh.shape['seed']
         self.peak_memory_mb = max(
-            _peak_memory(call.memory_analysis(), self.num_seeds, self.mode)
+            _peak_memory(call.memory_analysis(), seeds_a_device, self.mode)
             for call in self.train_calls.values()
         )
 
@@ -84,15 +95,48 @@ class Program:
         parts = [f(params, x) for f, x in zip(self._evaluates, self._validation, strict=True)]
         return jax.tree.map(lambda *x: sum(x), *parts)
 
+    def batches(self, seeds, first_step):
+        """What each call from `first_step` on trains on, on the devices.
+
+        Of several seeds with a leading axis E. A process reads only the rows, and the seeds, that
+        its own devices train on.
+        """
+        parts = math.prod(self.mesh.shape[axis] for axis in sharding.ROWS)
+        leading = () if self.num_seeds == 1 else (self.num_seeds,)
+        *of_seeds, _, (first, last) = processes.own_parts(
+            self.batch_sharding, (*leading, self.config.train.steps_per_call, parts)
+        )
+        share = Share(first, last, parts)
+        own = seeds[slice(*of_seeds[0])] if leading else seeds
+        streams = [self.task.batches(seed, first_step, share) for seed in own]
+
+        def join(*of_each):  # (K, b, …) each, of B = b · parts / (last - first) rows
+            K, b = of_each[0].shape[:2]
+            shape = (*leading, K, b * parts // (last - first), *of_each[0].shape[2:])
+            part = np.stack(of_each) if leading else of_each[0]
+            return processes.place(part, self.batch_sharding, shape)
+
+        return (jax.tree.map(join, *own) for own in zip(*streams, strict=True))
+
     def start(self, states):
         """One state on the devices, from a state for each seed."""
         # Copies in any case: the train call gives the buffers of its argument away.
         join = jnp.copy if self.num_seeds == 1 else lambda *seeds: jnp.stack(seeds)
-        return jax.device_put(jax.tree.map(join, *states), self.state_sharding)
+        together = jax.jit(
+            lambda *states: jax.tree.map(join, *states), out_shardings=self.state_sharding
+        )
+        return together(*states)
 
-    def of_seed(self, tree, index):
-        """The part of a state, or of metrics, that belongs to the seed at `index`."""
-        return tree if self.num_seeds == 1 else jax.tree.map(lambda x: x[index], tree)
+    def of_seed(self, state, index):
+        """The state of the seed at `index`."""
+        return state if self.num_seeds == 1 else self._of_seed(state, index)
+
+    @functools.cached_property
+    def _of_seed(self):
+        return jax.jit(
+            lambda state, index: jax.tree.map(lambda x: x[index], state),
+            out_shardings=self.seed_sharding,
+        )
 
 
 def _shape(batches):
@@ -132,38 +176,42 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
     of progress. `profile` is (first, last) step to trace, into `profile/` of the first run.
 
     Returns:
-      a summary for each seed: what stands in its `summary.json`.
+      a summary for each seed: what stands in its `summary.json`; of several processes the leader
+      alone has them, and writes those files.
 
     Raises:
       DamagedError: if there are checkpoints, but no readable one.
     """
-    config = program.config
+    config, leads = program.config, processes.is_leader()
     # Also when the loop ends in an error: a save that is under way is finished, not torn.
     with contextlib.ExitStack() as stack:
         checkpoints = []
         for run_dir in run_dirs:
             checkpoints.append(checkpoint.Checkpoints(run_dir, config.train.keep))
             stack.callback(checkpoints[-1].close)
-        begin, states = checkpoint.restore_newest(checkpoints, program.abstract_state)
-        if begin:
+        begin, states = checkpoint.restore_newest(
+            checkpoints, program.abstract_state, program.seed_sharding
+        )
+        if begin and leads:
             print(f'{name}: continues at step {begin:,} of {config.train.steps:,}', flush=True)
         checkpoint.check_space(run_dirs[0])
         for run_dir, saved in zip(run_dirs, checkpoints, strict=True):
             saved.delete_after(begin)
-            checkpoint.write_tokenizer(run_dir, program.corpus.tokenizer)
-        writers = [RunWriter(run_dir, begin) for run_dir in run_dirs]
+            if leads:
+                checkpoint.write_tokenizer(run_dir, program.corpus.tokenizer)
+        writers = [RunWriter(run_dir, begin) for run_dir in run_dirs if leads]
         for writer in writers:
             stack.callback(writer.close)
-        progress = Progress(name, begin, config.train.steps)
+        progress = Progress(name, begin, config.train.steps, shown=leads)
         stack.callback(progress.close)
         state = program.start(states or [program.init(seed) for seed in seeds])
-        batches = _batches(program, seeds, begin)
+        batches = program.batches(seeds, begin)
         trace = profile and (*profile, run_dirs[0] / 'profile')
         state = _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
+        states = [processes.to_one_device(program.of_seed(state, e)) for e in range(len(seeds))]
 
     summaries = []
-    for e, (seed, run_dir) in enumerate(zip(seeds, run_dirs, strict=True)):
-        own = program.of_seed(state, e)
+    for own, seed, run_dir in zip(states, seeds, run_dirs, strict=True) if leads else ():
         final = _final_metrics(run_dir, program.task.judged) if own.finite else {}
         if not own.finite:
             outcome = {'status': 'diverged', 'error': diagnose(program, own)}
@@ -182,7 +230,7 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
 def _loop(program, state, begin, batches, checkpoints, writers, progress, trace):
     """The state after the last step, or after the call in which the last seed diverged."""
     config = program.config
-    total, per_call, num_seeds = config.train.steps, config.train.steps_per_call, len(writers)
+    total, per_call, num_seeds = config.train.steps, config.train.steps_per_call, program.num_seeds
     finite, losses, tracing = [True] * num_seeds, {}, False
     window_start, window_wait, window_step = time.monotonic(), 0.0, begin
     for step in range(begin + per_call, total + 1, per_call):
@@ -190,7 +238,7 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
             jax.profiler.start_trace(str(trace[2]))
             tracing = True
         waiting = time.monotonic()
-        batch = jax.device_put(next(batches), program.batch_sharding)
+        batch = next(batches)
         window_wait += time.monotonic() - waiting
         state, metrics = program.train_call(state, batch)
         if tracing and trace[1] <= step:
@@ -207,19 +255,20 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
         )
         if not (logs or evaluates or saves):
             continue
-        metrics, now_finite = jax.device_get((metrics, state.finite))  # waits for the call
+        metrics, now_finite = processes.to_host((metrics, state.finite))  # waits for the call
         seconds = time.monotonic() - window_start
         now_finite = list(np.atleast_1d(now_finite))
-        values = [{} for _ in writers]
+        values = [{} for _ in range(num_seeds)]
         if logs:
-            values = [_log_values(program.of_seed(metrics, e)) for e in range(num_seeds)]
+            values = [_log_values(metrics, e) for e in range(num_seeds)]
             losses['loss'] = np.mean([value['train_loss'] for value in values])
         if evaluates:
             for e, (value, val_loss) in enumerate(
                 zip(values, evaluate(program, state), strict=True)
             ):
                 value['val_loss'] = val_loss
-                value |= program.task.judge(program.model, program.of_seed(state.params, e))
+                params = processes.to_one_device(program.of_seed(state, e).params)
+                value |= program.task.judge(program.model, params)
             for name in ('val_loss', *program.task.judged):
                 if name in values[0]:
                     losses[name] = np.mean([value[name] for value in values])
@@ -257,27 +306,18 @@ def _timing(program, seconds, wait, num_steps):
     }
 
 
-def _batches(program, seeds, first_step):
-    """What each call from `first_step` on trains on; of several seeds with a leading axis E."""
-    streams = [program.task.batches(seed, first_step) for seed in seeds]
-    if len(streams) == 1:
-        return streams[0]
-    return (
-        jax.tree.map(lambda *x: np.stack(x), *of_seeds) for of_seeds in zip(*streams, strict=True)
-    )
-
-
-def _log_values(metrics_K):
-    """A logged line of a call: its mean loss, and the rest (rate, norms) at its last step."""
+def _log_values(metrics, e):
+    """What is logged of the call of a seed: its mean loss, the rest (rate, norms) at its end."""
+    own = {name: np.atleast_2d(values_EK)[e] for name, values_EK in metrics.items()}
     return {
         name: float(values_K.mean() if name == 'train_loss' else values_K[-1])
-        for name, values_K in metrics_K.items()
+        for name, values_K in own.items()
     }
 
 
 def evaluate(program, state):
     """Mean loss over the whole validation split for each seed, every token once, nats a token."""
-    total, count = jax.device_get(program.evaluate(state.params))
+    total, count = processes.to_host(program.evaluate(state.params))
     return [float(x) for x in np.atleast_1d(total / count)]
 
 

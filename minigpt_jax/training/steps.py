@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from ml_collections import FrozenConfigDict
 
 from minigpt_jax.model.transformer import MODELS, unstack_layers
@@ -221,21 +222,21 @@ def seed_keys(seed):
     return jax.random.split(jax.random.key(seed))
 
 
-def make_train_call(config, model, seeds='separate', losses=token_losses):
+def make_train_call(config, model, seeds='separate', losses=token_losses, mesh=None):
     """(state, batches) -> (state, metrics of shape K): `steps_per_call` steps in one dispatch.
 
     `batches` are those of `make_train_step` with a leading axis K.
 
     `seeds`: `separate` for one seed; `map` or `vmap` for a leading seed axis on everything. `map`
     runs the seeds one after the other with the bits of separate runs; `vmap` runs them at once,
-    equal but for rounding, which pays on an accelerator.
+    equal but for rounding, which pays on an accelerator. Either way the seeds are shared out over
+    the axis `seed` of `mesh`, where it has one.
     """
-    return over_seeds(
-        functools.partial(jax.lax.scan, make_train_step(config, model, losses)), seeds
-    )
+    call = functools.partial(jax.lax.scan, make_train_step(config, model, losses))
+    return over_seeds(call, seeds, mesh)
 
 
-def make_evaluate(model, seeds='separate', losses=token_losses):
+def make_evaluate(model, seeds='separate', losses=token_losses, mesh=None):
     """(params, batches) -> (sum of losses, number of targets), in one dispatch.
 
     `batches` are those that `losses` reads, with a leading axis N.
@@ -249,13 +250,25 @@ def make_evaluate(model, seeds='separate', losses=token_losses):
 
     if seeds == 'separate':
         return evaluate
-    return lambda params, batches: over_seeds(lambda p: evaluate(p, batches), seeds)(params)
+    # All seeds share the batches, which are no argument of what is mapped.
+    return lambda params, batches: over_seeds(lambda p: evaluate(p, batches), seeds, mesh)(params)
 
 
-def over_seeds(function, seeds):
-    """`function` itself (`separate`), or over a leading seed axis of all of its arguments."""
+def over_seeds(function, seeds, mesh=None):
+    """`function` itself (`separate`), or over a leading seed axis of all of its arguments.
+
+    Devices along the axis `seed` of `mesh` have seeds of their own, and nothing to say to each
+    other.
+    """
     if seeds == 'separate':
         return function
     if seeds == 'vmap':
-        return jax.vmap(function)
-    return lambda *args: jax.lax.map(lambda x: function(*x), args)
+        mapped = jax.vmap(function)
+    else:
+        mapped = lambda *args: jax.lax.map(lambda x: function(*x), args)  # noqa: E731
+    if mesh is None or mesh.shape['seed'] == 1:
+        return mapped
+    spec = PartitionSpec('seed')
+    return jax.shard_map(
+        mapped, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={'seed'}, check_vma=False
+    )

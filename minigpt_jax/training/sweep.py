@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 
 import filelock
 import jax
@@ -12,7 +13,7 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data import DataError
 from minigpt_jax.report.tables import parameter_table
-from minigpt_jax.training import sharding, steps
+from minigpt_jax.training import processes, sharding, steps
 from minigpt_jax.training.config import (
     ConfigError,
     DamagedError,
@@ -187,7 +188,8 @@ def run(config, workdir, only_point=None, profile=None):
     prepared = [_prepare(point, loaded) for point in points]
     points, corpora = [point for point, _ in prepared], [corpus for _, corpus in prepared]
     _check_rules(points, corpora)
-    _print_parameters(points, corpora)
+    if processes.is_leader():
+        _print_parameters(points, corpora)
     for point, corpus in zip(points, corpora, strict=True):
         for seed in point.seeds if corpus else ():
             check_corpus(point.run_dir(workdir, seed), corpus)
@@ -199,8 +201,9 @@ def run(config, workdir, only_point=None, profile=None):
     )
     if pending:
         workdir.mkdir(parents=True, exist_ok=True)  # before anything is compiled
+    leads = processes.is_leader()
     # A finished sweep keeps the record of the machine and the commit that made it.
-    if config.sweep and (pending or not (workdir / 'config.json').exists()):
+    if leads and config.sweep and (pending or not (workdir / 'config.json').exists()):
         known = [corpus for corpus in corpora if corpus is not None]
         write_config(workdir, config, describe_environment(known[0]) if known else {})
 
@@ -209,21 +212,25 @@ def run(config, workdir, only_point=None, profile=None):
             name = f'[{index + 1}/{len(points)}] {point.slug}' if point.slug else workdir.name
             _run_point(point, corpus, workdir, name, profile)
 
-    # Imported here since matplotlib takes longer to import than a finished sweep to read.
-    from minigpt_jax.report.pages import write_report
+    if leads:
+        # Imported here since matplotlib takes longer to import than a finished sweep to read.
+        from minigpt_jax.report.pages import write_report
 
-    axes = [keys for keys, _ in read_axes(config.sweep) if keys != ('seed',)]
-    run_dirs = [point.run_dir(workdir, seed) for point in points for seed in point.seeds]
-    print('\n' + write_report(workdir, axes, run_dirs))
+        axes = [keys for keys, _ in read_axes(config.sweep) if keys != ('seed',)]
+        run_dirs = [point.run_dir(workdir, seed) for point in points for seed in point.seeds]
+        print('\n' + write_report(workdir, axes, run_dirs))
     statuses = {_status(point.run_dir(workdir, seed)) for point in trained for seed in point.seeds}
     good = {'ok'} if points[0].slug is None else set(FINISHED)
-    return 0 if statuses <= good else 1
+    return processes.agree(0 if statuses <= good else 1)
 
 
 def cpu_devices(config, cores):
     """How many devices a CPU of so many cores should be for every point of a configuration."""
-    if config.mesh.data != -1:
-        return cores  # of which the mesh takes as many as it names
+    rest = [axis for axis in sharding.AXES if config.mesh[axis] == -1]
+    if not set(rest) <= set(sharding.ROWS) or not rest:
+        return cores  # of which the mesh takes as many as it names, or all
+    others = math.prod(config.mesh[axis] for axis in sharding.AXES if axis not in rest)
+    rows_too = math.prod(config.mesh[axis] for axis in sharding.ROWS if axis not in rest)
     batch_sizes = {
         rows
         for point in expand(config)
@@ -235,7 +242,10 @@ def cpu_devices(config, cores):
             point.config.eval.batch_size,
         )
     }
-    return sharding.devices_for_cores(cores, batch_sizes)
+    if others > cores or any(rows % rows_too for rows in batch_sizes):
+        return cores  # too few, or not fit for it: as is said where the mesh is made
+    batch_sizes = {rows // rows_too for rows in batch_sizes}
+    return others * sharding.devices_for_cores(cores // others, batch_sizes)
 
 
 def _check_workdir(workdir, config):
@@ -282,7 +292,9 @@ def _prepare(point, loaded):
         key = json.dumps(point.config.data.to_dict())
         family = TASKS[point.config.model.family]
         corpus = loaded.get(key) or loaded.setdefault(key, family.load(point.config.data))
-        family(point.config, corpus).check(sharding.make_mesh(point.config.mesh))
+        mesh = sharding.make_mesh(point.config.mesh)
+        family(point.config, corpus).check(mesh)
+        _check_layout(point.config, corpus, mesh)
         return point, corpus
     except (ConfigError, DataError) as error:
         # Where no axis can be the cause, every point has this fault: say so before any training.
@@ -316,14 +328,29 @@ def _parameters(config, corpus):
     return {parameter_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
 
+def _check_layout(config, corpus, mesh):
+    """With `mesh.uneven` refuse: raises ConfigError for a parameter that the mesh cannot split."""
+    for name, x in _parameters(config, corpus).items() if config.mesh.uneven == 'refuse' else ():
+        if complaints := sharding.layout(name, x.shape, mesh)[1]:
+            shape = ' × '.join(map(str, x.shape))
+            raise ConfigError(
+                f'mesh.uneven=refuse: {name}, {shape}, is not divided evenly: {complaints[0]}; '
+                'choose other sizes, or mesh.uneven=replicate'
+            )
+
+
 def _print_parameters(points, corpora):
-    """Prints the parameter table of the first possible point: name, shape, count."""
+    """Prints the parameters of the first possible point, and what each device holds of them."""
     for point, corpus in zip(points, corpora, strict=True):
         if corpus is not None:
+            mesh = sharding.make_mesh(point.config.mesh, num_seeds=len(point.seeds))
             rows = [
-                (name, x.shape, x.size) for name, x in _parameters(point.config, corpus).items()
+                (name, x.shape, *sharding.describe_split(name, x.shape, mesh))
+                for name, x in _parameters(point.config, corpus).items()
             ]
-            print(f'parameters of {point.slug or "the model"}:\n{parameter_table(rows)}\n')
+            init = steps.make_init(point.config, corpus.tokenizer.vocab_size)
+            print(f'parameters of {point.slug or "the model"}:\n{parameter_table(rows)}')
+            print(sharding.describe_mesh(mesh, jax.eval_shape(init, 0)) + '\n')
             return
 
 
@@ -338,6 +365,9 @@ def _status(run_dir):
 def _run_point(point, corpus, workdir, name, profile):
     """Trains the unfinished seeds of a point, together or one by one, and records failures."""
     pending = [s for s in point.seeds if _status(point.run_dir(workdir, s)) not in FINISHED]
+    pending = processes.agree(pending)  # before any of them writes there
+    if not pending and not processes.is_leader():
+        return
     if not pending:
         print(f'{name}: finished')
         for run_dir in (point.run_dir(workdir, seed) for seed in point.seeds):
@@ -348,7 +378,7 @@ def _run_point(point, corpus, workdir, name, profile):
     if point.config is None:
         _record(point, workdir, pending, 'invalid', point.error)
         return
-    groups = _groups(point, workdir, pending)
+    groups = processes.agree(_groups(point, workdir, pending))
     sizes = [len(group) for group in groups]
     programs = {}  # by number of seeds
     for group, size in zip(groups, sizes, strict=True):
@@ -358,6 +388,8 @@ def _run_point(point, corpus, workdir, name, profile):
                 programs[size].compile_s /= sizes.count(size)  # each group pays its share
             _train_group(point, programs[size], workdir, group, name, profile)
         except Exception as error:
+            if jax.process_count() > 1:
+                raise  # the others may be anywhere
             # A full disk, or another process at work here, will not get better by going on.
             if isinstance(error, OSError | RunError) and not isinstance(error, DamagedError):
                 raise
@@ -382,7 +414,7 @@ def _groups(point, workdir, pending):
 def _train_group(point, program, workdir, seeds, name, profile):
     run_dirs = [point.run_dir(workdir, seed) for seed in seeds]
     with contextlib.ExitStack() as locks:
-        for run_dir in run_dirs:
+        for run_dir in run_dirs if processes.is_leader() else ():
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(run_dir / '.lock', blocking=False)
             try:
@@ -396,18 +428,19 @@ def _train_group(point, program, workdir, seeds, name, profile):
 
 
 def _train_locked(point, program, run_dirs, seeds, name, profile):
-    environment = describe_environment(program.corpus)
-    for seed, run_dir in zip(seeds, run_dirs, strict=True):
-        config = with_values(point.config, {'seed': seed, 'sweep': ()})
-        _check_workdir(run_dir, config)
-        write_config(run_dir, config, environment)
-    print(
-        f'{name}: seeds {", ".join(map(str, seeds))}; compiled in {program.compile_s:.1f} s, '
-        f'{program.peak_memory_mb:,.0f} MiB a seed',
-        flush=True,
-    )
-    if description := program.task.describe():
-        print(description, flush=True)
+    if processes.is_leader():
+        environment = describe_environment(program.corpus)
+        for seed, run_dir in zip(seeds, run_dirs, strict=True):
+            config = with_values(point.config, {'seed': seed, 'sweep': ()})
+            _check_workdir(run_dir, config)
+            write_config(run_dir, config, environment)
+        print(
+            f'{name}: seeds {", ".join(map(str, seeds))}; compiled in {program.compile_s:.1f} s, '
+            f'{program.peak_memory_mb:,.0f} MiB a seed',
+            flush=True,
+        )
+        if description := program.task.describe():
+            print(description, flush=True)
     for summary in train(program, seeds, run_dirs, _identity(point), name, profile):
         if summary['error']:
             print(f'{name} seed {summary["seed"]}: {summary["status"]}: {summary["error"]}')
@@ -419,6 +452,8 @@ def _identity(point):
 
 def _record(point, workdir, seeds, status, error):
     """Leaves a summary of runs that came to nothing, with the reason in one line."""
+    if not processes.is_leader():
+        return
     error = error.splitlines()[0]
     print(f'{point.slug or "base"}: {status}: {error}', flush=True)
     for seed in seeds:

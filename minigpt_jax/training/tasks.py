@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from minigpt_jax.data import batches, images, pairs
+from minigpt_jax.data.batches import WHOLE
 from minigpt_jax.inference.decoding import continue_text, translate_batch
 from minigpt_jax.inference.scores import score_translations
 from minigpt_jax.training import sharding, steps
@@ -85,14 +86,18 @@ class ContinueText:
             batch |= batches.document_segments(tokens_BT1, eos_id=self.corpus.tokenizer.eos_id)
         return batch
 
-    def batches(self, seed, first_step):
-        """An endless iterator of what the calls from `first_step` on train on."""
+    def batches(self, seed, first_step, share=WHOLE):
+        """An endless iterator of what the calls from `first_step` on train on.
+
+        Of each batch only the rows of `share`: see `batches.Share`.
+        """
         calls = batches.training_batches(
             self.corpus.train_tokens,
             **self._windows,
             seed=seed,
             steps_per_call=self.config.train.steps_per_call,
             first_step=first_step,
+            share=share,
         )
         return map(self._windows_as_batch, calls)
 
@@ -210,23 +215,24 @@ class GuessTokens(ContinueText):
             }
         ]  # fmt: skip
 
-    def batches(self, seed, first_step):
+    def batches(self, seed, first_step, share=WHOLE):
         K = self.config.train.steps_per_call
-        for call, batch in enumerate(super().batches(seed, first_step)):
+        for call, batch in enumerate(super().batches(seed, first_step, share)):
             step = first_step + call * K
             tokens_KBT = batch['tokens_BT1'][..., 1:]
-            calls = [self._hide(x, seed, step + k) for k, x in enumerate(tokens_KBT)]
+            calls = [self._hide(x, seed, step + k, share=share) for k, x in enumerate(tokens_KBT)]
             yield jax.tree.map(lambda *x: np.stack(x), *calls)
 
     def batch(self, seed, step):
         return self._hide(super().batch(seed, step)['tokens_BT1'][:, 1:], seed, step)
 
-    def _hide(self, tokens, *numbers):
+    def _hide(self, tokens, *numbers, share=WHOLE):
         return batches.hide_tokens(
             tokens,
             rate=self.config.data.mask_rate,
             tokenizer=self.corpus.tokenizer,
             rng=np.random.default_rng(numbers),
+            share=share,
         )
 
     @functools.cached_property
@@ -307,13 +313,14 @@ class ClassifyImages:
             }
         ]
 
-    def batches(self, seed, first_step):
+    def batches(self, seed, first_step, share=WHOLE):
         return images.training_images(
             self.corpus.train,
             batch_size=self.config.data.batch_size,
             seed=seed,
             steps_per_call=self.config.train.steps_per_call,
             first_step=first_step,
+            share=share,
         )
 
     def batch(self, seed, step):
@@ -436,13 +443,14 @@ class TranslatePairs:
             for bucket in self.buckets
         ]
 
-    def batches(self, seed, first_step):
+    def batches(self, seed, first_step, share=WHOLE):
         return pairs.training_pairs(
             self.corpus.train,
             self.buckets,
             seed=seed,
             steps_per_call=self.config.train.steps_per_call,
             first_step=first_step,
+            share=share,
         )
 
     def batch(self, seed, step):

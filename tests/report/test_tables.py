@@ -118,12 +118,24 @@ def test_point_table_says_who_is_best_and_by_how_much():
 
 def test_parameter_table_adds_up():
     text = tables.parameter_table(
-        [('blocks.0.w_DHK', (128, 4, 32), 16384), ('blocks.0.bias', (128,), 128), ('scale', (), 1)]
+        [
+            ('blocks.0.w_DHK', (128, 4, 32), 16384, ''),
+            ('blocks.0.bias', (128,), 128, ''),
+            ('scale', (), 1, ''),
+        ]
     )
     lines = text.splitlines()
     assert lines[2].split() == ['blocks.0.w_DHK', '128', '×', '4', '×', '32', '16,384']
     assert lines[4].split() == ['scale', 'scalar', '1']
     assert lines[-1].split() == ['total', '16,513']
+
+
+def test_parameter_table_says_what_a_device_holds_of_what_is_split():
+    text = tables.parameter_table([('w_DF', (8, 4), 16, '– × tensor'), ('scale', (8,), 8, '')])
+    lines = text.splitlines()
+    assert lines[0].split() == ['parameter', 'shape', 'count', 'on', 'a', 'device', 'split']
+    assert lines[2].split() == ['w_DF', '8', '×', '4', '32', '16', '–', '×', 'tensor']
+    assert lines[-1].split() == ['total', '40', '24']
 
 
 def test_cells_are_shown_as_they_are():

@@ -7,13 +7,14 @@ until it has one; a key whose use is taken out of the code fails the second.
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from minigpt_jax.data import corpora
 from minigpt_jax.model import positions
 from minigpt_jax.report.writers import read_lines
-from minigpt_jax.training import loop, optim, steps, sweep, tasks
-from minigpt_jax.training.config import KEYS, flatten, resolve, with_values
+from minigpt_jax.training import loop, optim, sharding, steps, sweep, tasks
+from minigpt_jax.training.config import KEYS, ConfigError, flatten, resolve, with_values
 from tests.conftest import tiny_config
 
 
@@ -52,8 +53,8 @@ def uncompiled(config, corpus, num_seeds=1):
 
 def first_batch(config, corpus):
     seeds = sweep.expand(config)[0].seeds
-    batch = next(iter(loop._batches(uncompiled(config, corpus), seeds, 0)))
-    return [(x.shape, x.tobytes()) for x in jax.tree.leaves(batch)]
+    batch = next(uncompiled(config, corpus, len(seeds)).batches(seeds, 0))
+    return [(x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(batch)]
 
 
 def learning_rates(config, corpus):
@@ -84,6 +85,18 @@ def prompt(config, corpus):
 
 def mesh(config, corpus):
     return uncompiled(config, corpus).mesh.shape
+
+
+def seed_mesh(config, corpus):
+    return uncompiled(config, corpus, num_seeds=2).mesh.shape
+
+
+def refusal(config, corpus):
+    try:
+        sweep._check_layout(config, corpus, sharding.make_mesh(config.mesh))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def points(config, corpus):
@@ -166,6 +179,10 @@ CASES = {
     'eval.sample_prompt': ('the next', prompt),
     'eval.sample_tokens': (5, files),
     'mesh.data': (2, mesh),
+    'mesh.fsdp': (2, mesh),
+    'mesh.tensor': (2, mesh),
+    'mesh.seed': (2, seed_mesh),
+    'mesh.uneven': ('refuse', refusal),
 }
 
 
@@ -196,6 +213,7 @@ BASES = {
     'model.joint_embeddings': PAIRS | {'data.joint_vocabulary': True},
     'eval.decoded_pairs': PAIRS,
     'data.mask_rate': {'model.family': 'encoder'},
+    'mesh.uneven': {'mesh.tensor': 3},
     'data.patch_size': IMAGES,
 }
 # What must change with a key, to stay possible.

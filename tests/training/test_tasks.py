@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from minigpt_jax.data import batches
 from minigpt_jax.inference.decoding import translate
 from minigpt_jax.report.writers import read_lines
 from minigpt_jax.training import loop, losses, sharding, steps, sweep, tasks
@@ -331,3 +332,22 @@ def test_no_more_pairs_are_decoded_than_asked_for(monkeypatch):
         decoded.clear()
         task.judge(None, None)
         assert sum(decoded) == min(asked, len(task.corpus.validation.source_lengths))
+
+
+# Rows of several hosts.
+
+
+@pytest.mark.parametrize('family', ['decoder', 'encoder', 'encoder_decoder', 'image'])
+def test_hosts_read_their_rows_of_the_batches_that_one_host_reads(family, text_file):
+    if family == 'encoder_decoder':
+        config = pair_config('copy', **{'train.steps_per_call': 1, 'data.num_buckets': 2})
+    else:
+        config = resolve(tiny_config(text_file, **ALONE.get(family, {})))
+    task = tasks.TASKS[config.model.family]
+    task = task(config := resolve(config), task.load(config.data))
+    shares = [batches.WHOLE, batches.Share(0, 3, 4), batches.Share(3, 4, 4)]
+    whole, first, second = (task.batches(7, 4, share) for share in shares)
+    for _, expected, *parts in zip(range(3), whole, first, second, strict=False):
+        for name, x in expected.items():
+            assert parts[0][name].shape[1] == 3 * parts[1][name].shape[1]
+            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts], 1), x)
