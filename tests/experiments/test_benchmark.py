@@ -79,15 +79,21 @@ def test_what_has_no_bound_is_not_judged_and_nothing_quick_is():
     assert figures.png(benchmark.draw(comparisons))
 
 
-def test_bfloat16_is_held_to_its_bound_where_the_processor_has_units_for_it():
+def test_bfloat16_is_timed_where_the_processor_has_units_for_it(monkeypatch, capsys):
+    for half, dtypes in ((1.1, ('float32',)), (0.2, ('float32', 'bfloat16'))):
+        seconds = {('float32', 'JAX'): np.array([1.0]), ('bfloat16', 'JAX'): np.array([half])}
+        monkeypatch.setattr(benchmark, 'make_products', lambda *_: {})
+        monkeypatch.setattr(benchmark.experiment, 'interleaved_times', lambda *_, s=seconds: s)
+        assert benchmark.dtypes_worth_timing(False, None) == dtypes
+        assert ('not timed' in capsys.readouterr().out) == (half > 1)
+
+
+def test_bfloat16_is_held_to_its_bound_where_it_was_timed():
     names = ('baby, float32', 'baby, bfloat16')
     seconds = {name: {OURS: np.array([x])} for name, x in zip(names, (3.0, 2.0), strict=True)}
-    for half_peak, bound in ((200.0, None), (900.0, 1.5)):
-        peaks = (230.0, half_peak)
-        numbers = {name: {'peak_flops': {'JAX': x}} for name, x in zip(names, peaks, strict=True)}
-        (comparison,) = benchmark.compare_training(seconds, numbers)
-        assert comparison.values == 1.5
-        assert comparison.bound == bound
+    (comparison,) = benchmark.compare_training(seconds)
+    assert (comparison.values, comparison.bound) == (1.5, 1.5)
+    assert not benchmark.compare_training({names[0]: seconds[names[0]]})
 
 
 def test_the_peak_is_of_the_fastest_round_of_each_library():
@@ -118,7 +124,7 @@ def tiny_translator():
 def test_the_models_are_those_of_the_table():
     models = {
         workload.name: workload.config
-        for group in benchmark.training_groups(quick=False)
+        for group in benchmark.training_groups(False, ('float32', 'bfloat16'))
         for workload in group
     }
     shapes = {
