@@ -28,8 +28,8 @@ def main():
     if config is None:
         cli.fail('--config is missing; for example --config=configs/heads_sweep.py')
     cli.use_compilation_cache()
-    cli.use_cpu_devices(sweep.cpu_devices(config, cli.cpu_cores()))
     processes.start(_DISTRIBUTED.value)
+    cli.use_cpu_devices(sweep.cpu_devices(config, cli.cpu_cores()))
     with processes.ending_together():
         if processes.is_leader():
             cli.print_devices()

@@ -83,6 +83,10 @@ class Checkpoints:
         check_space(self._directory, sum(x.nbytes for x in copies.values()))
         with self._naming_failures():
             self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
+            if jax.process_count() > 1:
+                # Processes wait for each other within a save: two at once, or a save beside a step,
+                # may do so in another order on each.
+                self._manager.wait_until_finished()
 
     def restore(self, step, abstract_state, shardings=None):
         """The state saved at `step`, in the structure of `abstract_state`.

@@ -55,8 +55,11 @@ class Program:
         seeds = () if self.num_seeds == 1 else (self.num_seeds,)
         rows, of_seeds = sharding.batch_sharding(mesh, 1), sharding.seed_sharding(mesh, seeds)
 
+        def abstract(tree, *leading):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype), tree)
+
         def of_all_seeds(tree):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*seeds, *x.shape), x.dtype), tree)
+            return abstract(tree, *seeds)
 
         state, validation = of_all_seeds(self.abstract_state), self.task.validation()
         shapes = {_shape(x): x for x in map(of_all_seeds, self.task.abstract_batches())}
@@ -75,7 +78,7 @@ class Program:
         self.train_calls = {
             shape: train_call.lower(state, x).compile() for shape, x in shapes.items()
         }
-        self._evaluates = [evaluate.lower(state.params, x).compile() for x in validation]
+        self._evaluates = [evaluate.lower(state.params, abstract(x)).compile() for x in validation]
         self._validation = jax.tree.map(
             lambda x: processes.place(x, rows, x.shape, whole=True), validation
         )

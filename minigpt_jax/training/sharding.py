@@ -30,7 +30,10 @@ LAYOUT = (
     (r'cross_attention\.query\.kernel', ('fsdp', 'tensor', None)),  # (D, H, K)
     (r'cross_attention\.query\.bias', ('tensor', None)),  # (H, K)
     (r'heads\.\d+\.\w+\.kernel', ('fsdp', None)),  # (D, K), a head as in a textbook
-    (r'(attention|feed_forward)\.out\.kernel', ('tensor', 'fsdp')),  # (H · K, D), (F, D)
+    (
+        r'(attention|cross_attention|feed_forward)\.out\.kernel',
+        ('tensor', 'fsdp'),
+    ),  # (H · K, D), (F, D)
     (r'feed_forward\.(hidden|gate)\.kernel', ('fsdp', 'tensor')),  # (D, F)
     (r'feed_forward\.(hidden|gate)\.bias', ('tensor',)),  # (F,)
     (r'unembed\.kernel', ('fsdp', 'tensor')),  # (D, V)
@@ -73,6 +76,11 @@ def make_mesh(mesh, devices=None, num_seeds=1):
     sizes = mesh_sizes(mesh, len(devices))
     sizes['seed'] = max(n for n in range(1, sizes['seed'] + 1) if num_seeds % n == 0)
     shape = tuple(sizes.values())
+    if jax.process_count() > 1 and math.prod(shape) < len(devices):
+        raise ConfigError(
+            f'mesh: {math.prod(shape)} of {len(devices)} devices, but several processes train '
+            'together with all that they have; set one of its axes to -1'
+        )
     return jax.make_mesh(
         shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: math.prod(shape)]
     )

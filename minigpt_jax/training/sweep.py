@@ -292,7 +292,7 @@ def _prepare(point, loaded):
         key = json.dumps(point.config.data.to_dict())
         family = TASKS[point.config.model.family]
         corpus = loaded.get(key) or loaded.setdefault(key, family.load(point.config.data))
-        mesh = sharding.make_mesh(point.config.mesh)
+        mesh = sharding.make_mesh(point.config.mesh, num_seeds=len(point.seeds))
         family(point.config, corpus).check(mesh)
         _check_layout(point.config, corpus, mesh)
         return point, corpus

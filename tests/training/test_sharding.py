@@ -129,9 +129,8 @@ def test_seeds_over_devices_equal_seeds_on_one_and_do_not_communicate():
         results.append(compiled(jax.device_put(state, own), jax.device_put(batch, rows)))
         programs.append(compiled.as_text())
     one, four, eight, both = jax.device_get(results)
-    jax.tree.map(np.testing.assert_array_equal, one, four)
-    # A loop over one seed is unrolled, and other sums are fused.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, eight)
+    for few in (four, eight):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, few)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), one, both)
     for collective in ('all-reduce', 'all-gather', 'collective-permute', 'all-to-all'):
         assert collective not in programs[1] + programs[2]
@@ -171,12 +170,11 @@ def test_each_matrix_is_split_and_optimizer_state_lies_as_its_parameter(family, 
         if is_matrix and not whole_heads and not outside:
             assert 'tensor' in specs[name], name
     moments = {
-        parameter_name(path).split('.', 3)[-1]: x.spec
+        parameter_name(path).split('.mu.')[1]: x.spec
         for path, x in jax.tree_util.tree_leaves_with_path(own.opt_state)
         if '.mu.' in parameter_name(path)
     }
-    assert {name: specs[name] for name in moments} == moments
-    assert len(moments) == len(specs)
+    assert moments == specs
 
 
 def test_what_a_device_holds_is_the_arithmetic_of_the_split():
