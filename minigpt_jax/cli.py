@@ -11,8 +11,10 @@ import sys
 import jax
 from absl import app, flags, logging
 
+from minigpt_jax.training import preemption
 from minigpt_jax.training.checkpoint import load_run
 from minigpt_jax.training.config import KEYS, is_utf8, unknown_key
+from minigpt_jax.training.preemption import Preempted
 
 flags.disclaim_key_flags()  # a flag that is defined here stands in --help of the command
 
@@ -55,6 +57,9 @@ def run_command(main):
             if not type(error).__module__.startswith('minigpt_jax.'):
                 raise
             fail(error)
+        except Preempted:
+            print('stopped as asked, state saved: run the same command again', file=sys.stderr)
+            sys.exit(preemption.EXIT_STATUS)
         except KeyboardInterrupt:
             print('\ninterrupted: run the same command again to continue', file=sys.stderr)
             sys.exit(130)

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from minigpt_jax import cli
-from minigpt_jax.training import processes, sweep
+from minigpt_jax.training import preemption, processes, sweep
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Recipe: FILE[:variant].')
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Default: runs/<config>[-variant].')
@@ -30,7 +30,7 @@ def main():
     cli.use_compilation_cache()
     processes.start(_DISTRIBUTED.value)
     cli.use_cpu_devices(sweep.cpu_devices(config, cli.cpu_cores()))
-    with processes.ending_together():
+    with processes.ending_together(), preemption.listening():
         if processes.is_leader():
             cli.print_devices()
         return sweep.run(config, _workdir(), _POINT.value, _profile())

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -17,7 +18,8 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data.tokenizers import tokenizer_from_dict
 from minigpt_jax.model.attention import DEVICE_OBSTACLES
-from minigpt_jax.training import steps
+from minigpt_jax.report.tables import write_atomically
+from minigpt_jax.training import processes, steps
 from minigpt_jax.training.config import (
     KEYS,
     ConfigError,
@@ -33,6 +35,7 @@ from minigpt_jax.training.optim import parameter_name
 
 # Free space that a save asks for beyond the size of the state: metadata, metrics, events.
 _SPARE_BYTES = 4 * 2**20
+MANIFEST = 'manifest.sha256'
 # What Orbax says of a sound checkpoint whose arrays have other shapes or other names.
 _OF_OTHER_SHAPES = ('not compatible with the stored shape', 'tree structures do not match')
 
@@ -56,14 +59,18 @@ def check_space(directory, size=0):
 class Checkpoints:
     """The checkpoints of one run, `run_dir/checkpoints/<step>/`, by Orbax.
 
-    A save goes on in the background and appears whole or not at all. `keep` newest ones stay.
+    A save goes on in the background and appears whole or not at all. It counts from when it is
+    sealed: when the hashes of its files stand in a manifest beside them. The `keep` newest stay,
+    and until there is a newer one, a checkpoint between the multiples of `every`, where a run was
+    asked to stop.
     """
 
-    def __init__(self, run_dir, keep=None):
+    def __init__(self, run_dir, keep=None, every=1):
+        self._keep, self._every = keep, every
         self._directory = run_dir.resolve() / 'checkpoints'
         if self._directory.exists() and not self._directory.is_dir():
             raise DamagedError(f'{self._directory}: a file where a directory belongs; remove it')
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=keep is not None)
+        options = ocp.CheckpointManagerOptions(create=keep is not None)
         # Named here, since Orbax would infer it from the newest directory, which may be damaged.
         self._manager = ocp.CheckpointManager(
             self._directory, options=options, item_handlers=ocp.StandardCheckpointHandler()
@@ -71,9 +78,27 @@ class Checkpoints:
 
     def steps(self):
         """Steps with a finished checkpoint, newest first."""
+        return [step for step in self._saved() if self._manifest(step).exists()]
+
+    def unsealed(self):
+        """What a process left that was killed before its checkpoint was whole."""
+        return [self._directory / str(x) for x in self._saved() if not self._manifest(x).exists()]
+
+    def _saved(self):
         if not self._directory.exists():
             return []
         return sorted(self._manager.all_steps(), reverse=True)
+
+    def _manifest(self, step):
+        return self._directory / str(step) / MANIFEST
+
+    def seal(self):
+        """Writes the manifest of a save that has ended; without waiting for one that has not."""
+        if self._manager.is_saving_in_progress() or not processes.is_leader():
+            return
+        for step in self._saved():
+            if not self._manifest(step).exists():
+                write_atomically(self._manifest(step), _hash_files(self._directory / str(step)))
 
     def save(self, step, state):
         """Begins to save a state; `state` may be donated as soon as this returns."""
@@ -82,6 +107,9 @@ class Checkpoints:
         copies = jax.tree.map(jnp.copy, _named(state))
         check_space(self._directory, sum(x.nbytes for x in copies.values()))
         with self._naming_failures():
+            self._manager.wait_until_finished()
+            self.seal()
+            self._retire()
             self._manager.save(step, args=ocp.args.StandardSave(copies), force=True)
             if jax.process_count() > 1:
                 # Processes wait for each other within a save: two at once, or a save beside a step,
@@ -108,6 +136,7 @@ class Checkpoints:
             for x, where in zip(leaves, own, strict=True)
         ]
         args = ocp.args.StandardRestore(dict(zip(names, targets, strict=True)))
+        self._verify(step)
         # When one array cannot be read, the reads of the others end in tracebacks on stderr.
         with contextlib.redirect_stderr(io.StringIO()):
             try:
@@ -125,16 +154,39 @@ class Checkpoints:
                 ) from error
         return jax.tree.unflatten(tree, [restored[name] for name in names])
 
+    def _verify(self, step):
+        """Raises DamagedError if a file is not what it was when the checkpoint was sealed."""
+        directory, damaged = self._directory / str(step), None
+        if processes.is_leader():
+            known, found = self._manifest(step).read_text(errors='replace'), _hash_files(directory)
+            if known != found:
+                lines = sorted(set(known.splitlines()) ^ set(found.splitlines()))
+                damaged = lines[0].partition('  ')[2] if lines else MANIFEST
+        damaged = processes.agree(damaged)
+        if damaged is not None:
+            raise DamagedError(f'{directory}: unreadable checkpoint: {damaged} is damaged')
+
     def delete_after(self, step):
         """Removes checkpoints newer than `step`: a resumed run will write them again."""
-        for newer in self.steps():
+        for newer in self._saved():
             if newer > step:
                 self._manager.delete(newer)
+
+    def _retire(self):
+        """Removes what is not to be kept."""
+        newest, *older = self._saved() or [None]
+        regular = [step for step in (newest, *older) if step == newest or step % self._every == 0]
+        for step in older:
+            if step not in regular[: self._keep]:
+                self._manager.delete(step)
 
     def close(self):
         """Waits for a save that is under way."""
         with self._naming_failures():
             self._manager.wait_until_finished()
+            if self._keep is not None:
+                self.seal()
+                self._retire()
             self._manager.close()
 
     @contextlib.contextmanager
@@ -147,6 +199,17 @@ class Checkpoints:
                 f'{self._directory}: cannot save a checkpoint: {_reason(error)}; '
                 'mend it, then run the same command again'
             ) from error
+
+
+def _hash_files(directory):
+    """The sha256 of every file below a directory, as `sha256sum` writes and checks them."""
+    lines = []
+    for path in sorted(directory.rglob('*')):
+        if path.is_file() and path.name != MANIFEST:
+            with path.open('rb') as file:
+                digest = hashlib.file_digest(file, 'sha256').hexdigest()
+            lines.append(f'{digest}  {path.relative_to(directory)}\n')
+    return ''.join(lines)
 
 
 def _reason(error):
@@ -252,10 +315,18 @@ def restore_newest(all_checkpoints, abstract_state, shardings=None):
     Raises:
       DamagedError: if there are checkpoints but none can be read.
     """
-    common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
+    for left in (path for c in all_checkpoints for path in c.unsealed()):
+        print(f'{left}: no {MANIFEST}: not finished, passed over', file=sys.stderr, flush=True)
+    common = _in_common(all_checkpoints)
     if not common and any(c.steps() for c in all_checkpoints):
         print('seeds without a checkpoint in common: they start again', file=sys.stderr, flush=True)
     return next(_readable(all_checkpoints, abstract_state, shardings), (0, None))
+
+
+def _in_common(all_checkpoints):
+    """Steps that all of these runs have a finished checkpoint of, newest first."""
+    common = set.intersection(*(set(c.steps()) for c in all_checkpoints))
+    return processes.agree(sorted(common, reverse=True))
 
 
 def _readable(all_checkpoints, abstract_state, shardings=None):
@@ -265,7 +336,7 @@ def _readable(all_checkpoints, abstract_state, shardings=None):
       DamagedError: if there are some, and none can be read.
     """
     error, found = None, False
-    for step in sorted(set.intersection(*(set(c.steps()) for c in all_checkpoints)), reverse=True):
+    for step in _in_common(all_checkpoints):
         try:
             states = [c.restore(step, abstract_state, shardings) for c in all_checkpoints]
         except DamagedError as e:

@@ -13,7 +13,7 @@ import numpy as np
 from minigpt_jax.data.batches import Share
 from minigpt_jax.model.transformer import flops_per_token
 from minigpt_jax.report.writers import Progress, RunWriter, read_lines
-from minigpt_jax.training import checkpoint, processes, sharding, steps
+from minigpt_jax.training import checkpoint, preemption, processes, sharding, steps
 from minigpt_jax.training.config import DamagedError, write_json
 from minigpt_jax.training.optim import parameter_name
 from minigpt_jax.training.tasks import TASKS
@@ -190,7 +190,9 @@ def train(program, seeds, run_dirs, identity, name, profile=None):
     with contextlib.ExitStack() as stack:
         checkpoints = []
         for run_dir in run_dirs:
-            checkpoints.append(checkpoint.Checkpoints(run_dir, config.train.keep))
+            checkpoints.append(
+                checkpoint.Checkpoints(run_dir, config.train.keep, config.train.checkpoint_every)
+            )
             stack.callback(checkpoints[-1].close)
         begin, states = checkpoint.restore_newest(
             checkpoints, program.abstract_state, program.seed_sharding
@@ -256,7 +258,8 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
                 config.train.checkpoint_every,
             )
         )
-        if not (logs or evaluates or saves):
+        stops = preemption.is_asked(step) and step < total
+        if not (logs or evaluates or saves or stops):
             continue
         metrics, now_finite = processes.to_host((metrics, state.finite))  # waits for the call
         seconds = time.monotonic() - window_start
@@ -291,9 +294,12 @@ def _loop(program, state, begin, batches, checkpoints, writers, progress, trace)
             if tracing:
                 jax.profiler.stop_trace()
             break
-        if saves:
-            for e, saved in enumerate(checkpoints):
+        for e, saved in enumerate(checkpoints):
+            saved.seal()
+            if saves or stops:
                 saved.save(step, program.of_seed(state, e))
+        if stops:
+            raise preemption.Preempted
         window_start, window_wait, window_step = time.monotonic(), 0.0, step
     return state
 

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data import DataError
 from minigpt_jax.report.tables import parameter_table
-from minigpt_jax.training import processes, sharding, steps
+from minigpt_jax.training import preemption, processes, sharding, steps
 from minigpt_jax.training.config import (
     ConfigError,
     DamagedError,
@@ -378,6 +378,7 @@ def _run_point(point, corpus, workdir, name, profile):
     if point.config is None:
         _record(point, workdir, pending, 'invalid', point.error)
         return
+    preemption.check()  # before anything is compiled
     groups = processes.agree(_groups(point, workdir, pending))
     sizes = [len(group) for group in groups]
     programs = {}  # by number of seeds
