@@ -166,6 +166,25 @@ def use_cpu_devices(count):
         jax.config.update('jax_num_cpu_devices', count)
 
 
+def use_imagined_devices(count):
+    """Makes the CPU `count` devices whatever is there, for programs that are compiled alone."""
+    os.environ['XLA_FLAGS'] = re.sub(
+        r'--xla_force_host_platform_device_count=\d+', '', os.environ.get('XLA_FLAGS', '')
+    )
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', count)
+
+
+def device_memory():
+    """Bytes of the first device's memory; of a CPU, its share of the machine's. None: unknown."""
+    device = jax.devices()[0]
+    if device.platform != 'cpu':
+        return (device.memory_stats() or {}).get('bytes_limit')
+    if 'SC_PHYS_PAGES' not in os.sysconf_names:
+        return None
+    return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / jax.device_count()
+
+
 def print_devices():
     """Prints the devices that jax found, and how to get at a GPU that it did not."""
     devices = jax.devices()

@@ -51,42 +51,52 @@ class Program:
         self._compile()
 
     def _compile(self):
-        config, mesh, state_sharding = self.config, self.mesh, self.state_sharding
-        seeds = () if self.num_seeds == 1 else (self.num_seeds,)
-        rows, of_seeds = sharding.batch_sharding(mesh, 1), sharding.seed_sharding(mesh, seeds)
-
-        def abstract(tree, *leading):
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype), tree)
-
-        def of_all_seeds(tree):
-            return abstract(tree, *seeds)
-
-        state, validation = of_all_seeds(self.abstract_state), self.task.validation()
-        shapes = {_shape(x): x for x in map(of_all_seeds, self.task.abstract_batches())}
         started = time.monotonic()
+        self._compile_training()
+        self._compile_evaluation()
+        self.compile_s = time.monotonic() - started
+
+    def of_all_seeds(self, tree):
+        """Shapes and types of arrays of one seed, with an axis E where there are several."""
+        leading = () if self.num_seeds == 1 else (self.num_seeds,)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype), tree)
+
+    @property
+    def _figure_sharding(self):
+        """Of numbers that each seed has one of."""
+        return sharding.seed_sharding(self.mesh, of_seeds=self.num_seeds > 1)
+
+    def _compile_training(self):
         train_call = jax.jit(
-            steps.make_train_call(config, self.model, self.mode, self.task.losses, mesh),
-            in_shardings=(state_sharding, self.batch_sharding),
-            out_shardings=(state_sharding, of_seeds),
+            steps.make_train_call(self.config, self.model, self.mode, self.task.losses, self.mesh),
+            in_shardings=(self.state_sharding, self.batch_sharding),
+            out_shardings=(self.state_sharding, self._figure_sharding),
             donate_argnums=0,
         )
-        evaluate = jax.jit(
-            steps.make_evaluate(self.model, self.mode, self.task.losses, mesh),
-            in_shardings=(state_sharding.params, rows),
-            out_shardings=of_seeds,
-        )
+        state = self.of_all_seeds(self.abstract_state)
+        shapes = {_shape(x): x for x in map(self.of_all_seeds, self.task.abstract_batches())}
         self.train_calls = {
             shape: train_call.lower(state, x).compile() for shape, x in shapes.items()
         }
-        self._evaluates = [evaluate.lower(state.params, abstract(x)).compile() for x in validation]
-        self._validation = jax.tree.map(
-            lambda x: processes.place(x, rows, x.shape, whole=True), validation
-        )
-        self.compile_s = time.monotonic() - started
-        seeds_a_device = self.num_seeds // mesh.shape['seed']
+        seeds_a_device = self.num_seeds // self.mesh.shape['seed']
         self.peak_memory_mb = max(
             _peak_memory(call.memory_analysis(), seeds_a_device, self.mode)
             for call in self.train_calls.values()
+        )
+
+    def _compile_evaluation(self):
+        rows = sharding.batch_sharding(self.mesh, leading_axes=1)
+        evaluate = jax.jit(
+            steps.make_evaluate(self.model, self.mode, self.task.losses, self.mesh),
+            in_shardings=(self.state_sharding.params, rows),
+            out_shardings=self._figure_sharding,
+        )
+        params = self.of_all_seeds(self.abstract_state.params)
+        validation = self.task.validation()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), validation)
+        self._evaluates = [evaluate.lower(params, x).compile() for x in shapes]
+        self._validation = jax.tree.map(
+            lambda x: processes.place(x, rows, x.shape, whole=True), validation
         )
 
     def train_call(self, state, batches):

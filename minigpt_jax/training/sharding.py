@@ -114,9 +114,9 @@ def batch_sharding(mesh, leading_axes, of_seeds=False):
     return NamedSharding(mesh, PartitionSpec(*leading, ROWS))
 
 
-def seed_sharding(mesh, seeds):
-    """Of numbers for each seed, such as metrics; `seeds` is () where there is one alone."""
-    return NamedSharding(mesh, PartitionSpec('seed') if seeds else PartitionSpec())
+def seed_sharding(mesh, of_seeds):
+    """Of numbers such as metrics: with `of_seeds` those of each seed lie where it does."""
+    return NamedSharding(mesh, PartitionSpec('seed') if of_seeds else PartitionSpec())
 
 
 def layout(name, shape, mesh):
@@ -137,6 +137,24 @@ def layout(name, shape, mesh):
             complaints.append(f'{size} of mesh.{axis}={count}')
         spec.append(axis if count > 1 and size % count == 0 else None)
     return PartitionSpec(*spec), complaints
+
+
+def put_together(params, mesh):
+    """The parameters as a step uses them: whole along `fsdp`, so that it is rows that are shared.
+
+    Left to itself, the compiler would rather split every activation as the parameters are.
+    """
+    if mesh is None or mesh.shape['fsdp'] == 1:
+        return params
+    here = jax.sharding.get_abstract_mesh()  # within a program of one seed of several
+    here = mesh if here.empty else here
+
+    def whole(path, x):
+        spec, _ = layout(parameter_name(path), x.shape, mesh)
+        kept = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(here, kept))
+
+    return jax.tree_util.tree_map_with_path(whole, params)
 
 
 def state_sharding(mesh, abstract_state, of_seeds=False):

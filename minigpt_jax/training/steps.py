@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from ml_collections import FrozenConfigDict
 
 from minigpt_jax.model.transformer import MODELS, unstack_layers
+from minigpt_jax.training import sharding
 from minigpt_jax.training.losses import next_token_loss
 from minigpt_jax.training.optim import make_optimizer, make_schedule, parameter_name
 
@@ -232,8 +233,8 @@ def make_train_call(config, model, seeds='separate', losses=token_losses, mesh=N
     equal but for rounding, which pays on an accelerator. Either way the seeds are shared out over
     the axis `seed` of `mesh`, where it has one.
     """
-    call = functools.partial(jax.lax.scan, make_train_step(config, model, losses))
-    return over_seeds(call, seeds, mesh)
+    step = make_train_step(config, model, _on_whole_parameters(losses, mesh))
+    return over_seeds(functools.partial(jax.lax.scan, step), seeds, mesh)
 
 
 def make_evaluate(model, seeds='separate', losses=token_losses, mesh=None):
@@ -241,6 +242,8 @@ def make_evaluate(model, seeds='separate', losses=token_losses, mesh=None):
 
     `batches` are those that `losses` reads, with a leading axis N.
     """
+
+    losses = _on_whole_parameters(losses, mesh)
 
     def evaluate(params, batches):
         def add(total, batch):
@@ -252,6 +255,15 @@ def make_evaluate(model, seeds='separate', losses=token_losses, mesh=None):
         return evaluate
     # All seeds share the batches, which are no argument of what is mapped.
     return lambda params, batches: over_seeds(lambda p: evaluate(p, batches), seeds, mesh)(params)
+
+
+def _on_whole_parameters(losses, mesh):
+    """`losses`, of parameters that lie in parts on a mesh."""
+
+    def on_whole(params, *args, **kwargs):
+        return losses(sharding.put_together(params, mesh), *args, **kwargs)
+
+    return on_whole
 
 
 def over_seeds(function, seeds, mesh=None):

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from minigpt_jax.data import DataError
 from minigpt_jax.report.tables import parameter_table
-from minigpt_jax.training import preemption, processes, sharding, steps
+from minigpt_jax.training import planning, preemption, processes, sharding, steps
 from minigpt_jax.training.config import (
     ConfigError,
     DamagedError,
@@ -174,8 +174,7 @@ def run(config, workdir, only_point=None, profile=None):
       ConfigError, DataError, RunError: before anything is trained or written.
     """
     points = expand(config)
-    if only_point is not None and not 0 <= only_point < len(points):
-        raise ConfigError(f'--point={only_point}: points go from 0 to {len(points) - 1}')
+    _check_point(only_point, points)
     if profile and not 1 <= profile[0] <= profile[1] <= config.train.steps:
         raise ConfigError(
             f'--profile={profile[0]}:{profile[1]}: START and STOP are steps from 1 to '
@@ -222,6 +221,45 @@ def run(config, workdir, only_point=None, profile=None):
     statuses = {_status(point.run_dir(workdir, seed)) for point in trained for seed in point.seeds}
     good = {'ok'} if points[0].slug is None else set(FINISHED)
     return processes.agree(0 if statuses <= good else 1)
+
+
+def plan(config, only_point=None, num_bytes=None):
+    """Prints what a configuration, or each point of a sweep, would take: see `planning`.
+
+    Args:
+      num_bytes: the memory of a device; None where it is not known.
+
+    Returns:
+      The exit status: 1 where a point is impossible.
+
+    Raises:
+      ConfigError, DataError: of what is asked for.
+    """
+    points = expand(config)
+    _check_point(only_point, points)
+    chosen = points if only_point is None else [points[only_point]]
+    impossible = 0
+    for point in chosen:
+        if len(chosen) > 1:
+            print(f'\n== {point.slug}')
+        try:
+            if point.error:
+                raise ImpossibleError(point.error)
+            together = seed_mode(point.config) != 'separate'
+            program = planning.plan(point.config, len(point.seeds) if together else 1)
+        except ConfigError as error:
+            if len(chosen) == 1:
+                raise
+            print(f'impossible: {error}')
+            impossible += 1
+            continue
+        print(planning.describe(program, num_bytes))
+    return 1 if impossible else 0
+
+
+def _check_point(only_point, points):
+    if only_point is not None and not 0 <= only_point < len(points):
+        raise ConfigError(f'--point={only_point}: points go from 0 to {len(points) - 1}')
 
 
 def cpu_devices(config, cores):

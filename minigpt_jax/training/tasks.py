@@ -58,7 +58,7 @@ class ContinueText:
         length = self.config.model.context_length
         batches.check_length(self.corpus.train_tokens, length, 'training')
         batches.check_length(self.corpus.validation_tokens, length, 'validation')
-        _check_batch_sizes(self.config, mesh)
+        self.check_batches(mesh)
         eos_id = self.corpus.tokenizer.eos_id
         if self.config.data.pack_documents and eos_id not in self.corpus.train_tokens:
             raise ConfigError(
@@ -66,6 +66,10 @@ class ContinueText:
                 'several files, or say where documents end with data.document_separator'
             )
         self.check_sample()
+
+    def check_batches(self, mesh):
+        """Raises ConfigError where the devices cannot share a batch."""
+        _check_batch_sizes(self.config, mesh)
 
     def check_sample(self):
         sample_prompt(self.config, self.corpus)
@@ -301,6 +305,9 @@ class ClassifyImages:
                 f'pixels have {tokenizer.num_patches} patches of data.patch_size='
                 f'{tokenizer.patch_size}; set it to that'
             )
+        self.check_batches(mesh)
+
+    def check_batches(self, mesh):
         _check_batch_sizes(self.config, mesh)
 
     def abstract_batches(self):
@@ -420,6 +427,9 @@ class TranslatePairs:
         )
 
     def check(self, mesh):
+        self.check_batches(mesh)
+
+    def check_batches(self, mesh):
         parts = self.config.train.accumulation_steps
         by_tokens = self.config.data.tokens_per_batch is not None
         key = 'pairs of data.tokens_per_batch' if by_tokens else 'data.batch_size'

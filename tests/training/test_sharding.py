@@ -122,7 +122,7 @@ def test_seeds_over_devices_equal_seeds_on_one_and_do_not_communicate():
         call = jax.jit(
             steps.make_train_call(config, model, 'map', mesh=mesh),
             in_shardings=(own, rows),
-            out_shardings=(own, sharding.seed_sharding(mesh, seeds)),
+            out_shardings=(own, sharding.seed_sharding(mesh, of_seeds=True)),
         )
         state = jax.tree.map(lambda *x: jnp.stack(x), *map(init, seeds))
         compiled = call.lower(state, batch).compile()
