@@ -5,9 +5,11 @@ reports; checkpoints are written by all. With one process each of these function
 nothing, so that nobody else needs to ask how many there are.
 """
 
+import atexit
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import traceback
 
@@ -18,6 +20,14 @@ from jax.experimental import multihost_utils
 from minigpt_jax.training.config import ConfigError
 
 HEARTBEAT_S = 10  # after which a process that has fallen silent is taken for dead
+_LOST = (
+    'lost another process of this run; run the same command again on all of them to continue from '
+    'the newest checkpoint'
+)
+
+
+def _take_leave():
+    """Says that this process has said all there is to say."""
 
 
 def start(flag):
@@ -41,6 +51,26 @@ def start(flag):
         raise ConfigError(
             f'--distributed={flag}: cannot join the other processes: {reason}'
         ) from error
+    _leave_last_words(f'error: process {jax.process_index()}: {_LOST}')
+
+
+def _leave_last_words(text):
+    """Has a process of a few lines print `text` if this one ends without `_take_leave`.
+
+    Where the leader dies, jax aborts the others, which can say nothing for themselves any more.
+    """
+    global _take_leave
+    program = 'import sys\nif not sys.stdin.buffer.read(1): print(sys.argv[1], file=sys.stderr)'
+    heir = subprocess.Popen(
+        [sys.executable, '-c', program, text], stdin=subprocess.PIPE, start_new_session=True
+    )
+
+    def take_leave():
+        with contextlib.suppress(OSError):
+            os.write(heir.stdin.fileno(), b'.')
+
+    _take_leave = take_leave
+    atexit.register(take_leave)
 
 
 def _parse(flag):
@@ -125,16 +155,13 @@ def ending_together():
     except Exception as error:
         if jax.process_count() == 1:
             raise
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            reason = ' '.join(str(error).split())[:200]
-            line = (
-                f'process {jax.process_index()}: lost another process of this run ({reason}); run '
-                'the same command again on all of them to continue from the newest checkpoint'
-            )
-        else:
-            if not type(error).__module__.startswith('minigpt_jax.'):
-                traceback.print_exc()
-            line = f'process {jax.process_index()}: {error}'
+        reason = ' '.join(str(error).split())[:200]
+        # Within a checkpoint it shows as a barrier that was not reached in time.
+        if isinstance(error, jax.errors.JaxRuntimeError) or 'barrier' in reason:
+            reason = f'{_LOST} ({reason})'
+        elif not type(error).__module__.startswith('minigpt_jax.'):
+            traceback.print_exc()
         sys.stdout.flush()
-        print(f'error: {line}', file=sys.stderr, flush=True)
+        print(f'error: process {jax.process_index()}: {reason}', file=sys.stderr, flush=True)
+        _take_leave()
         os._exit(1)
