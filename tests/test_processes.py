@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from minigpt_jax.report.writers import read_lines
+from minigpt_jax.training.checkpoint import MANIFEST
 from tests.conftest import ROOT
 from tests.test_commands import TINY, run
 
@@ -98,7 +99,7 @@ def test_when_one_is_killed_the_other_says_so_and_both_resume(victim, text_file,
     workdir = tmp_path / 'run'
     processes = start(text_file, workdir, count=2)
     deadline = time.monotonic() + 120
-    while not list(workdir.glob('checkpoints/[0-9]*')) and time.monotonic() < deadline:
+    while not list(workdir.glob(f'checkpoints/*/{MANIFEST}')) and time.monotonic() < deadline:
         assert all(process.poll() is None for process in processes), finish(processes)
         time.sleep(0.05)
     processes[victim].send_signal(signal.SIGKILL)

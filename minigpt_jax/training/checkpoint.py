@@ -115,6 +115,7 @@ class Checkpoints:
                 # Processes wait for each other within a save: two at once, or a save beside a step,
                 # may do so in another order on each.
                 self._manager.wait_until_finished()
+                self.seal()
 
     def restore(self, step, abstract_state, shardings=None):
         """The state saved at `step`, in the structure of `abstract_state`.

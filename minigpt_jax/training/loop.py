@@ -30,6 +30,8 @@ class Program:
       train_calls: the compiled train call for each shape that a batch can have.
     """
 
+    compiler_options = None
+
     def __init__(self, config, corpus, num_seeds=1):
         self.config, self.corpus, self.num_seeds = config, corpus, num_seeds
         self.task = TASKS[config.model.family](config, corpus)
@@ -76,7 +78,8 @@ class Program:
         state = self.of_all_seeds(self.abstract_state)
         shapes = {_shape(x): x for x in map(self.of_all_seeds, self.task.abstract_batches())}
         self.train_calls = {
-            shape: train_call.lower(state, x).compile() for shape, x in shapes.items()
+            shape: train_call.lower(state, x).compile(self.compiler_options)
+            for shape, x in shapes.items()
         }
         seeds_a_device = self.num_seeds // self.mesh.shape['seed']
         self.peak_memory_mb = max(

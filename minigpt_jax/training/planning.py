@@ -2,6 +2,7 @@
 
 import functools
 import types
+from typing import ClassVar
 
 import jax
 import jaxlib
@@ -21,6 +22,9 @@ LONGEST = 2**20  # tokens: where the search for the longest context ends
 
 class Planned(Program):
     """The programs of a configuration, compiled to be looked at; there need be no such devices."""
+
+    # Sooner, and the same memory: what it leaves out comes behind the assignment of buffers.
+    compiler_options: ClassVar = {'xla_backend_optimization_level': 0}
 
     def _compile_evaluation(self):
         pass

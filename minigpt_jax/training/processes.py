@@ -156,8 +156,9 @@ def ending_together():
         if jax.process_count() == 1:
             raise
         reason = ' '.join(str(error).split())[:200]
-        # Within a checkpoint it shows as a barrier that was not reached in time.
-        if isinstance(error, jax.errors.JaxRuntimeError) or 'barrier' in reason:
+        failures = error, error.__cause__  # a checkpoint names what failed in its place
+        # Within a checkpoint it may also show as a barrier that was not reached in time.
+        if any(isinstance(x, jax.errors.JaxRuntimeError) for x in failures) or 'barrier' in reason:
             reason = f'{_LOST} ({reason})'
         elif not type(error).__module__.startswith('minigpt_jax.'):
             traceback.print_exc()
