@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from minigpt_jax.training.config import ConfigError
 
-HEARTBEAT_S = 10  # after which a process that has fallen silent is taken for dead
+HEARTBEAT_S = 20  # after which a process that has fallen silent is taken for dead
 _LOST = (
     'lost another process of this run; run the same command again on all of them to continue from '
     'the newest checkpoint'
