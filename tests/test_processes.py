@@ -18,7 +18,8 @@ from tests.test_commands import TINY, run
 
 pytestmark = pytest.mark.slow
 
-STEPS = ['--config.train.steps=400', '--config.train.checkpoint_every=8', '--config.eval.every=40']
+STEPS = ['--config.train.steps=160', '--config.train.log_every=16', '--config.eval.every=80',
+         '--config.train.checkpoint_every=16']  # fmt: skip
 
 
 def free_port():
@@ -45,7 +46,7 @@ def start(path, workdir, *flags, devices=2, count=1, steps=STEPS):
     ]  # fmt: skip
 
 
-def finish(processes, timeout=240):
+def finish(processes, timeout=600):
     """[(status, what it printed, its errors)]."""
     return [
         (process.returncode, *texts)
@@ -113,7 +114,7 @@ def test_when_one_is_killed_the_other_says_so_and_both_resume(victim, text_file,
     done = finish(start(text_file, workdir, count=2))
     assert [status for status, *_ in done] == [0, 0], done
     assert 'continues at step' in done[0][1]
-    assert numbers(workdir)[0][-1] == 400
+    assert numbers(workdir)[0][-1] == 160
 
 
 @pytest.mark.parametrize('flag', ['on', 'localhost:1234,2', 'localhost:1234,2,2', ':1,2,0'])
